@@ -39,7 +39,7 @@ def test_in_one_process_what_each_step_counts_is_looked_at_and_the_loss_is_its_m
         return backward(net, lambda model, x: model(x).mean(), batch, count=count)
 
     assert step(7).item() == step(2).item() == net(batch).mean().item()
-    for number, text in ((0, "a step must count something"), (-1, "of at least 0, but is -1")):
+    for number, text in ((0, "a step must count something"), (-1, "not negative, but is -1")):
         with pytest.raises(ValueError, match=text):
             step(number)
     assert seen == [3] * 4
@@ -95,7 +95,7 @@ class Most(Replicas):
     size, equally_many = 3, True
 
 
-@pytest.mark.parametrize("replicas", [One(), Most()])
+@pytest.mark.parametrize("replicas", [One(None), Most(None)])
 def test_a_rank_that_must_run_one_and_has_none_at_all_is_told_what_to_give(replicas):
     batch = Microbatches([], epoch=0, step=0, first=2, counts=(4, 4), size=3)
     text = "must have a microbatch to run if the others run one, but .*none of 2.* has none"

@@ -57,7 +57,7 @@ def all_reduce_mean(value: Any, weight: float | Tensor = 1) -> Any:
     {'loss': 0.5, 'correct': tensor([3., 1.])}
     """
     matching = CheckedCollective("all_reduce_mean", lambda: numbers_of(value), shape_text)
-    number = matching.capture(lambda: _checked_weight(weight), 0.0)
+    number = matching.capture(lambda: checked_weight(weight), 0.0)
     if matching.here.size == 1:
         number = float(number > 0)  # alone, the mean is the value, to the last bit
     with explain_comm_errors("all_reduce_mean"):
@@ -239,14 +239,15 @@ def _require_exact(number: Leaf) -> None:
         )
 
 
-def _checked_weight(weight: object) -> float:
+def checked_weight(weight: object, name: str = "weight") -> float:
+    """Return a weight as a float: one number, finite, not negative."""
     if isinstance(weight, Tensor) and weight.numel() == 1:
         weight = weight.item()
     if not isinstance(weight, Real):
-        raise TypeError(f"`weight` must be one number, but is {weight!r} ({type(weight).__name__})")
+        raise TypeError(f"`{name}` must be one number, but is {weight!r} ({type(weight).__name__})")
     number = float(weight)
     if not (math.isfinite(number) and number >= 0):
-        raise ValueError(f"`weight` must be a finite number that is not negative, but is {number}")
+        raise ValueError(f"`{name}` must be a finite number that is not negative, but is {number}")
     return number
 
 

@@ -21,7 +21,7 @@ def broadcast(tensors: Iterable[Tensor], group: Any = None) -> None:
             tensor.copy_(whole)
 
 
-def average(buffers: Collection[Tensor], count: int, total: float | Tensor) -> None:
+def average(buffers: Collection[Tensor], count: float, total: float | Tensor) -> None:
     """Set buffers to their mean, weighted by each rank's `count`; whole numbers to rank 0's.
 
     Collective, in one message of each of the two kinds.

@@ -1,18 +1,18 @@
 """What each microbatch of a step counts here, and what those of all ranks count as far as known."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
-from operator import index
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from pardata._pytree import content_hash
-from pardata._validation import check_int
+from pardata.collectives._all_reduce import checked_weight
 from pardata.collectives._fingerprint import (
     CheckedCollective,
     fingerprint_slots,
@@ -21,14 +21,16 @@ from pardata.collectives._fingerprint import (
 from pardata.data._batch_parts import tensors_of
 from pardata.data._microbatches import Microbatches
 from pardata.data._sample_count import delivered, samples_of
+from pardata.environment._device import widest_float_dtype
 from pardata.environment._logger import get_logger
-from pardata.store._remote_error import mark_secondary
+from pardata.environment._world import cpu_group_and_device, world
 
 _log = get_logger(__name__)
 
-Count = Callable[[Any], int]
-Total = Callable[[], int]
+Counts = Mapping[str, float]
+Count = Callable[[Any], "float | Tensor | Mapping[str, float | Tensor]"]
 
+_MOST_TERMS = 32  # of a loss: as many as a header has places for, and more
 _USUAL = "_pardata_usual_count"  # set on the layer of a model that shows its strategy
 
 
@@ -40,23 +42,31 @@ class Replicas:
         group: their process group; None for that of the world.
         least: how many microbatches a rank must run at least.
         equally_many: whether every rank must run as many as the one that has most.
+        adds_in_order: whether sums of fractions must not depend on who adds them.
         layer: of the model: the one that its strategy is known by.
     """
 
     size = 1
     group: Any = None
     least = 0
-    equally_many = False
-    layer: Any
+    equally_many = adds_in_order = False
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer: Any = layer
 
 
 @dataclass(eq=False)
 class Microbatch:
-    """A microbatch that this rank runs; a placeholder counts 0 and has no number in the step."""
+    """A microbatch that this rank runs; a placeholder counts 0 and has no number in the step.
+
+    Attributes:
+        counts: what it counts in each term of the loss, where `count` returns a dict.
+    """
 
     data: Any
-    count: int
+    count: float
     number: int = -1
+    counts: Counts = field(default_factory=dict)
 
 
 class Share(NamedTuple):
@@ -65,36 +75,44 @@ class Share(NamedTuple):
     Attributes:
         microbatches: what is run, in this order.
         most: the microbatches of the rank that has most.
-        expected: returns what the microbatches of all ranks count, the same number on all ranks. It
-            goes by the plan or, without one, by the model's first such step. It raises, on every
-            rank, if a `count` failed, or all counts are 0.
+        totals: returns what the microbatches of all ranks count, the same on all ranks, by name;
+            see `Told`. It goes by the plan or, without one, by the model's first such step. It
+            raises, on every rank, if a `count` failed, or all counts are 0.
         left_out: whether fewer samples are here than planned.
     """
 
     microbatches: list[Microbatch]
     most: int
-    expected: Total
+    totals: Callable[[], Counts]
     left_out: bool = False
+
+    def expected(self) -> float:
+        """Return what the microbatches of all ranks count, but for the terms of a loss."""
+        return self.totals()[""]
 
     @classmethod
     def of(cls, batch: Any, count: Count | None, replicas: Replicas) -> "Share":
         """Return what `batch` is made of. Communicates only where a `count` is told, or nothing."""
         if not isinstance(batch, Microbatches):
-            number, expected = _of_one(batch, count, replicas)
-            return cls([Microbatch(batch, number, 0)], 1, expected)
+            return cls._of_one(batch, count, replicas)
         if replicas.size not in (1, batch.size):
             raise ValueError(
                 f"the ranks that train the model, {replicas.size}, must be those that share "
                 f"`batch`, but it is shared by {batch.size}: pass distributed='auto' to make_loader"
             )
         held = batch[:]
-        planned = tuple(batch.counts[number] for number in batch.numbers)
+        planned = [batch.counts[number] for number in batch.numbers]
         if count is None:
-            counts: Sequence[int] = tuple(map(samples_of, held, planned))
-            expected = _known(sum(counts if replicas.size == 1 else batch.counts))
+            counts = [*map(samples_of, held, planned)]
+            totals = _known(sum(counts if replicas.size == 1 else batch.counts))
+            own = list(map(Microbatch, held, counts, batch.numbers))
+            left_out = counts != planned
         else:
-            counts, expected = _counted(held, count, replicas)
-        own = list(map(Microbatch, held, counts, batch.numbers))
+            told = Told(count, held, planned, batch.placeholder)
+            totals = told.start(replicas, batch.numbers, len(batch.counts))
+            both = zip(held, told.rows, batch.numbers, strict=True)
+            own = [Microbatch(data, row[""], number, row) for data, row, number in both]
+            left_out = False
         most = -(-len(batch.counts) // replicas.size)
         wanted = max(replicas.least, most if replicas.equally_many else 0)
         if len(own) < wanted and batch.placeholder is None:
@@ -104,66 +122,146 @@ class Share(NamedTuple):
             )
         # First, so that what synchronises is a microbatch of this rank's own, if it has one.
         placeholders = [Microbatch(batch.placeholder, 0) for _ in range(wanted - len(own))]
-        left_out = count is None and counts != planned
-        return cls(placeholders + own, most, expected, left_out)
+        return cls(placeholders + own, most, totals, left_out)
+
+    @classmethod
+    def _of_one(cls, batch: Any, count: Count | None, replicas: Replicas) -> "Share":
+        """Return the share of a rank that runs one batch, which no plan knows."""
+        usual: float | None = vars(replicas.layer).get(_USUAL)
+        if count is None and (replicas.size == 1 or usual is not None):
+            # Known here alone. That all ranks together have the usual number is a guess, but the
+            # same one on all, whatever each has made of its batch: they correct it once they know
+            # the sum.
+            own = samples_of(batch)
+            known = _known(own if usual is None or replicas.size == 1 else usual)
+            return cls([Microbatch(batch, own, 0)], 1, known)
+        told = Told(count or samples_of, [batch], [None])
+        totals = told.start(replicas, range(1), 1)
+
+        def remembered() -> Counts:
+            vars(replicas.layer)[_USUAL] = totals()[""]
+            return totals()
+
+        one = Microbatch(batch, told.rows[0][""], 0, told.rows[0])
+        return cls([one], 1, remembered if count is None else totals)
 
 
-def _of_one(batch: Any, count: Count | None, replicas: Replicas) -> tuple[int, Total]:
-    """Return what `batch` counts here, and what is expected of all ranks."""
-    usual: int | None = vars(replicas.layer).get(_USUAL)
-    if count is None and (replicas.size == 1 or usual is not None):
-        # Known here alone. That all ranks together have the usual number is a guess, but the same
-        # one on all, whatever each has made of its batch: they correct it once they know the sum.
-        own = samples_of(batch)
-        return own, _known(own if usual is None or replicas.size == 1 else usual)
-    (own,), expected = _counted([batch], count or samples_of, replicas)
-
-    def remembered() -> int:
-        vars(replicas.layer)[_USUAL] = total = expected()
-        return total
-
-    return own, remembered if count is None else expected
-
-
-def _known(total: int) -> Total:
+def _known(total: float) -> Callable[[], Counts]:
     positive(total)
-    return lambda: total
+    return lambda: {"": total}
 
 
-def _counted(held: Sequence[Any], count: Count, replicas: Replicas) -> tuple[Sequence[int], Total]:
-    """Count the microbatches here, and begin to add up those of all ranks."""
-    error: Exception | None = None
-    counts = [0] * len(held)
-    try:
-        counts = [checked_count(count(microbatch)) for microbatch in held]
-    except Exception as raised:  # noqa: BLE001  # raised again once all ranks know
-        error = raised
-    # Without a `count` this is a model's first step: do all ranks have the same samples?
-    seen = (
-        fingerprint_slots(_beginning(held[0], replicas), replicas.size)
-        if count is samples_of
-        else []
-    )
-    sums = _start_sum([sum(counts), error is not None, *seen], replicas)
+class Told:
+    """What `count` returns for the microbatches here, and its sums over those of all ranks.
 
-    @cache  # asked for with each microbatch, and waited for once
-    def total() -> int:
-        everything, failed, *beginnings = map(int, sums())
-        if beginnings and fingerprints_match(beginnings, replicas.size):
-            text = (
-                "all ranks train on the same samples: a plain DataLoader gives each of them the "
-                "whole dataset, and so does make_loader with distributed=False. Use make_loader "
-                "without it."
-            )
-            _log.warning(text, ranks=[0])
-        if error is not None:
-            raise error
-        if failed:
-            text = f"every microbatch must be counted, but that failed on {failed} other rank(s)"
-            raise mark_secondary(RuntimeError(f"{text}: see the error there"))
-        return positive(everything)
+    Args:
+        count: as `backward` gets it.
+        held: the microbatches of this rank.
+        planned: the samples of each, if a loader knows them.
+        placeholder: shows a rank without microbatches which terms there are.
 
-    return counts, total
+    Attributes:
+        rows: what each microbatch counts: under "" the number, or its samples where `count` returns
+            a dict, and under its names what that holds.
+    """
+
+    def __init__(
+        self, count: Count, held: Sequence[Any], planned: Sequence[Any], placeholder: Any = None
+    ) -> None:
+        self._count, self._pairs = count, list(zip(held, planned, strict=True))
+        self._placeholder = placeholder
+        # As many where `count` fails, which is raised once all ranks know.
+        self.rows: list[Counts] = [{"": 0.0}] * len(held)
+        self._names = [""]
+
+    def _ask(self) -> dict[tuple[str, ...], float]:
+        """Call `count`; return a number for each name, which ranks must have in common."""
+        rows = [self._ask_for(*pair) for pair in self._pairs]
+        is_shown = rows or self._placeholder is None
+        for row in (shown := rows if is_shown else [self._ask_for(self._placeholder, 0)]):
+            self._names = sorted(row)
+            if row.keys() != shown[0].keys() or len(row) > _MOST_TERMS + 1:
+                raise ValueError(
+                    f"`count` must return the same names for each microbatch, at most "
+                    f"{_MOST_TERMS}, but returned {sorted(shown[0])[1:]} and {sorted(row)[1:]}: "
+                    f"return 0 for a term that counts nothing"
+                )
+        self.rows = rows
+        return dict.fromkeys([(name,) for name in self._names], 0)
+
+    def _ask_for(self, microbatch: Any, planned: int | None) -> Counts:
+        told = self._count(microbatch)
+        if not isinstance(told, Mapping):
+            return {"": checked_weight(told, "count(microbatch)")}
+        terms = {n: checked_weight(c, f"count(microbatch)[{n!r}]") for n, c in told.items()}
+        return {"": samples_of(microbatch, planned), **terms}
+
+    def start(self, replicas: Replicas, numbers: range, step_size: int) -> Callable[[], Counts]:
+        """Begin to add up, and return what waits for the sums over all ranks, by name.
+
+        Args:
+            replicas: who adds up.
+            numbers: of the microbatches here.
+            step_size: how many microbatches all ranks have.
+        """
+        sums_of = self._started(replicas)
+
+        @cache  # asked for with each microbatch, and waited for once
+        def sums() -> Counts:
+            fractions, *rest = sums_of()
+            totals = rest[: len(self._names)]
+            if beginnings := [int(number) for number in rest[len(self._names) :]]:
+                _warn_of_same_samples(beginnings, replicas)
+            if replicas.adds_in_order and replicas.size > 1 and fractions:
+                totals = self._in_order(numbers, step_size)
+            positive(totals[0])
+            return dict(zip(self._names, totals, strict=True))
+
+        return sums
+
+    def _started(self, replicas: Replicas) -> Callable[[], Sequence[float]]:
+        """Begin to add up over the ranks: how many are no integers, counts, and a hash."""
+        is_world = replicas.size > 1 and replicas.size == dist.get_world_size()
+        # In the form of all other collectives of ours: a rank that is in another one is told.
+        matching = CheckedCollective("backward", self._ask, lambda _: "count") if is_world else None
+        if matching is None:
+            self._ask()
+        table = self._table()
+        own = [math.fsum(column) for column in zip(*table, strict=True)] or [0.0] * len(self._names)
+        own.insert(0, sum(not float(number).is_integer() for row in table for number in row))
+        # Without a `count` this is a model's first step: do all ranks have the same samples?
+        if self._count is samples_of:
+            own += fingerprint_slots(_beginning(self._pairs[0][0], replicas), replicas.size)
+        if matching is not None:
+            return matching.start(own)
+        if replicas.size == 1:
+            return lambda: own
+        device = next(replicas.layer.parameters()).device
+        numbers = torch.tensor(own, dtype=widest_float_dtype(device)).to(device)
+        sums = started(numbers, replicas.group)
+        return lambda: sums().tolist()
+
+    def _table(self) -> list[list[float]]:
+        return [[row.get(name, 0) for name in self._names] for row in self.rows]
+
+    def _in_order(self, numbers: range, step_size: int) -> list[float]:
+        """Return sums over the microbatches of all ranks that no order can change. Collective."""
+        group, device = cpu_group_and_device(world())
+        rows = [[0.0] * len(self._names)] * step_size
+        rows[numbers.start : numbers.stop] = self._table()
+        table = torch.tensor(rows, dtype=torch.float64, device=device)
+        dist.all_reduce(table, group=group)  # each row is of one rank: the others add zeros
+        return [math.fsum(column) for column in zip(*table.tolist(), strict=True)]
+
+
+def _warn_of_same_samples(beginnings: list[int], replicas: Replicas) -> None:
+    if fingerprints_match(beginnings, replicas.size):
+        text = (
+            "all ranks train on the same samples: a plain DataLoader gives each of them the "
+            "whole dataset, and so does make_loader with distributed=False. Use make_loader "
+            "without it."
+        )
+        _log.warning(text, ranks=[0])
 
 
 def _beginning(batch: Any, replicas: Replicas) -> str:
@@ -179,18 +277,6 @@ def _beginning(batch: Any, replicas: Replicas) -> str:
     return f"of rank {dist.get_rank()}"
 
 
-def _start_sum(own: list[float], replicas: Replicas) -> Callable[[], Sequence[float]]:
-    """Begin to add up a few numbers over the ranks, and return what waits for the sums."""
-    if replicas.size == 1:
-        return lambda: own
-    if replicas.size == dist.get_world_size():
-        # In the form of all other collectives of ours: a rank that is in another one is told.
-        return CheckedCollective("backward", lambda: {(): 0}, lambda _: "counts").start(own)
-    numbers = torch.tensor(own, device=next(replicas.layer.parameters()).device)
-    sums = started(numbers, replicas.group)
-    return lambda: sums().tolist()
-
-
 def started(numbers: Tensor, group: Any) -> Callable[[], Tensor]:
     """Begin to add up numbers over ranks, and return what waits for the sums, unless on a GPU."""
     work: Any = dist.all_reduce(numbers, group=group, async_op=True)
@@ -202,15 +288,7 @@ def started(numbers: Tensor, group: Any) -> Callable[[], Tensor]:
     return sums
 
 
-def checked_count(number: Any) -> int:
-    """Return what `count` has returned, which may be of NumPy, or a tensor, too."""
-    if hasattr(number, "__index__") and not isinstance(number, bool):
-        number = index(number)
-    check_int("count(microbatch)", number, least=0)
-    return int(number)
-
-
-def positive(total: int) -> int:
+def positive(total: float) -> float:
     """Return `total`, unless it is 0."""
     if total == 0:
         raise ValueError("a step must count something, but all its microbatches count 0: skip it")

@@ -1,6 +1,7 @@
 """One step of `backward`: of a model trained alone, or whose gradients PyTorch reduces."""
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -75,7 +76,8 @@ class Step(Replicas):
     takes_means = True
 
     def __init__(self, model: nn.Module, layer: Any, scaler: GradScaler | None, batch: Any) -> None:
-        self.layer, self.module = layer, layers(model)[-1]
+        super().__init__(layer)
+        self.module = layers(model)[-1]
         self.scaler, self.batch = scaler, batch
         self.tally = Tally(known_metrics(layer))
 
@@ -163,27 +165,22 @@ class SharedStep(Step):
             where = f"step {batch.step} of epoch {batch.epoch}"
             self.tally.step = f"{where}, of a loader with seed {batch.seed}"
 
-    def send(self) -> None:
-        if self.size > 1:
-            self._sums = self._sent(self.tally.message(self.size, self.layer))
-
-    def _sent(self, message: Tensor) -> Callable[[], Tensor]:
-        """Send numbers, and return what returns their sums."""
-        return started(message, self.group)
-
     def _settle(self) -> None:
         """Take the means, and correct the gradients where more or less was counted than expected.
 
-        None of an earlier step may be in ``.grad``.
+        After the backward: nothing of this step is sent before, so that one which fails on all
+        ranks, in another microbatch on each, leaves them in step. None of an earlier step may be
+        in ``.grad``.
         """
         if self.size == 1:
             self.tally.raise_refused()
             return
-        self.tally.hear(self._sums(), self.size, self.group)
+        sums = started(self.tally.message(self.size, self.layer), self.group)()
+        self.tally.hear(sums, self.size, self.group)
         factor = self.share.expected() / self.tally.total
         if isinstance(factor, Tensor):
             factor = factor.nan_to_num(posinf=0.0)  # where nothing was counted, gradients are 0
-        elif factor == 1:
+        elif math.isclose(factor, 1, rel_tol=1e-12):  # sums of fractions may differ in a last bit
             return
         gradients: list[Any] = [p.grad for p in self.module.parameters() if p.grad is not None]
         gradients = [g.to_local() if hasattr(g, "to_local") else g for g in gradients]

@@ -9,15 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pardata._pytree import KeyPath, keystr, map_with_path
+from pardata._pytree import KeyPath, keystr, leaves_with_path, map_with_path
 from pardata._validation import type_with_article
 from pardata.collectives._all_reduce import like, shape_text, split_like
-from pardata.collectives._fingerprint import Leaf, fingerprint_slots, fingerprints_match, numbers_of
+from pardata.collectives._fingerprint import Leaf, fingerprint_slots, fingerprints_match, number_of
 from pardata.data._batch_parts import tensors_of
 from pardata.data._sample_count import samples_of
 from pardata.environment._device import has_streams, widest_float_dtype
 from pardata.environment._world import store_client, world
 from pardata.step._count import positive
+from pardata.step._mean import Mean
 from pardata.store._consensus import raise_if_different
 from pardata.store._round import exchange
 
@@ -51,10 +52,11 @@ class Tally:
 
     def __init__(self, known: set[str]) -> None:
         self._known = known
-        self._seen: list[tuple[list[Leaf], int]] = []
-        self.count = 0
+        self._seen: list[tuple[list[Leaf], float]] = []
+        self._weighted = 1  # leaves in front that count as the loss; totals and counts follow
+        self.count: float = 0
 
-    def add(self, returned: Any, count: int, microbatch: Any) -> Tensor:
+    def add(self, returned: Any, count: float, microbatch: Any) -> Tensor:
         """Take down what `loss_fn` has returned for a microbatch, and return the loss."""
         has_metrics = type(returned) is tuple and len(returned) == 2
         loss = checked(returned[0] if has_metrics else returned)
@@ -71,21 +73,22 @@ class Tally:
     def _leaves(self, metrics: Any, microbatch: Any) -> list[Leaf]:
         """Return the leaves of `metrics`, of the same structure as those that came before."""
         try:
-            found = numbers_of(metrics, "metrics")
+            plain, means = _numbers_of(metrics)
         except TypeError as error:
             return self._refuse(error)
-        described = (f"{keystr('metrics', path)}: {shape_text(found[path])}" for path in found)
-        text = "; ".join(["metrics", *described])
+        text = _structure(plain, means)
         if self._text not in (None, text):
             return self._refuse(ValueError(_UNLIKE))
         if text not in self._known:
             try:
-                _check_means(found, microbatch)
+                _check_means(plain, microbatch)
             except TypeError as error:
                 return self._refuse(error)
             self._known.add(text)
-        self._text, self._metrics, self._paths = text, metrics, tuple(found)
-        return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in found.values()]
+        self._text, self._metrics, self._paths = text, metrics, (*plain, *means)
+        self._weighted = 1 + len(plain)
+        leaves = [*plain.values(), *(part for m in means.values() for part in (m.total, m.count))]
+        return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     def _refuse(self, error: Exception) -> list[Leaf]:
         """Keep an error that is raised as soon as all ranks know; until then tell as before."""
@@ -129,7 +132,7 @@ class Tally:
                 (size * squares == fingerprint_slots.square()).all(), sums, torch.nan
             )
         else:
-            count, *seen = map(int, sums[:_FRONT].tolist())
+            count, *seen = sums[:_FRONT].tolist()
             if not fingerprints_match(seen, size):
                 self.raise_of_structures()
             self.total = positive(count)
@@ -137,22 +140,30 @@ class Tally:
         if len(self._rest):
             dist.all_reduce(self._rest, group=group)
             values = torch.cat([values, self._rest])
-        self.settle(values / self.total)
+        self.settle(values, self.total)
 
-    def settle(self, means: Tensor) -> None:
-        """Take the means of loss and metrics over the microbatches of all ranks."""
-        self._means = split_like(means, self._first())
+    def settle(self, sums: Tensor, total: float | Tensor) -> None:
+        """Take the means over the microbatches of all ranks, whose loss counts `total`."""
+        parts = split_like(sums, self._first())
+        self._means = [part / total for part in parts[: self._weighted]] + parts[self._weighted :]
 
     def result(self) -> Any:
         """Return the mean loss, and the means of the metrics, if there are any."""
         if self._means is None and len(self._seen) > 1:  # nobody else runs any
-            self.settle(self.sums() / self.count)
+            self.settle(self.sums(), self.count)
         own, *leaves = self._first()
         loss, *metrics = self._means or self._first()
         loss = wide(own) if loss is own else loss.to(wide(own))
         if not self._text:
             return loss
-        found = dict(zip(self._paths, map(like, leaves, metrics), strict=True))
+        first = self._weighted - 1
+        values = list(map(like, leaves[:first], metrics[:first]))
+        for leaf, total, count in zip(
+            leaves[first::2], metrics[first::2], metrics[first + 1 :: 2], strict=True
+        ):
+            numbers = [torch.as_tensor(part, dtype=self._dtype) for part in (total, count)]
+            values.append(like(leaf, numbers[0] / numbers[1]))
+        found = dict(zip(self._paths, values, strict=True))
         return loss, map_with_path(self._metrics, lambda path, _: found[path])
 
     def _first(self) -> list[Any]:
@@ -161,20 +172,26 @@ class Tally:
 
     def last(self) -> Tensor:
         """Return loss and metrics of the microbatch that was run last, in one vector."""
-        return self._vector(self._seen[-1][0])
+        return self._vector(*self._seen[-1])
 
-    def _vector(self, leaves: list[Leaf]) -> Tensor:
-        return torch.cat(list(map(self._flat, leaves)))
+    def _vector(self, leaves: list[Leaf], count: float) -> Tensor:
+        """Return the numbers of a microbatch, times its count but for those of a `Mean`."""
+        flat = torch.cat(list(map(self._flat, leaves[: self._weighted]))) * count
+        parts = list(map(self._flat, leaves[self._weighted :]))
+        return torch.cat([flat, *parts]) if parts else flat
 
     def sums(self) -> Tensor:
         """Return the sums here of loss and metrics, each times what it counts."""
-        rows = [(self._vector(leaves), count) for leaves, count in self._seen]
         # 0 times NaN is NaN: what does not count is left out.
-        return sum((row * count for row, count in rows if count), torch.zeros_like(rows[0][0]))
+        rows = [self._vector(*one) for one in self._seen if one[1]]
+        return sum(rows[1:], rows[0]) if rows else torch.zeros_like(self._vector(*self._seen[0]))
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return widest_float_dtype(self._first()[0].device)
 
     def _flat(self, leaf: Leaf) -> Tensor:
-        device = self._first()[0].device
-        dtype = widest_float_dtype(device)
+        device, dtype = self._first()[0].device, self._dtype
         if isinstance(leaf, Tensor):
             flat = leaf.detach().reshape(-1).to(dtype)
             if flat.is_cpu and has_streams(device):  # so that nobody waits for the copy
@@ -210,6 +227,27 @@ _UNLIKE = (
     "`loss_fn` must return metrics of the same structure for each microbatch, but did not: let it "
     "not depend on the microbatch"
 )
+
+
+def _numbers_of(metrics: Any) -> tuple[dict[KeyPath, Leaf], dict[KeyPath, Mean]]:
+    """Return the numbers in `metrics`, and the means, by paths in the same order on every rank."""
+    plain: dict[KeyPath, Leaf] = {}
+    means: dict[KeyPath, Mean] = {}
+    for path, leaf in leaves_with_path(metrics, by_text=True):
+        if isinstance(leaf, Mean):
+            total, count = (number_of(part, path, "metrics") for part in (leaf.total, leaf.count))
+            means[path] = Mean(total, count)
+        else:
+            plain[path] = number_of(leaf, path, "metrics")
+    return plain, means
+
+
+def _structure(plain: Mapping[KeyPath, Leaf], means: Mapping[KeyPath, Mean]) -> str:
+    """Return a text that is the same for metrics of the same structure."""
+    texts = {path: shape_text(leaf) for path, leaf in plain.items()}
+    for path, mean in means.items():
+        texts[path] = f"the mean of {shape_text(mean.total)} over {shape_text(mean.count)}"
+    return "; ".join(["metrics", *(f"{keystr('metrics', path)}: {texts[path]}" for path in texts)])
 
 
 def _check_means(found: Mapping[KeyPath, Leaf], microbatch: Any) -> None:

@@ -1,7 +1,7 @@
 """backward: the gradient of the mean over the whole global batch, whatever the strategy."""
 
-from collections.abc import Callable
-from typing import Any, TypeAlias, TypeVar, cast
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias, TypeVar, overload
 from weakref import WeakSet
 
 from torch import Tensor, nn
@@ -19,19 +19,21 @@ from pardata.model._before import GradientsAside, KeptBuffers
 from pardata.model._modules import parameters_of
 from pardata.model._unwrap import is_parallel
 from pardata.rng._rng_state import forked_torch_seed, kept_generators
-from pardata.step._count import Count, Microbatch, Share, checked_count, positive
+from pardata.step._count import Count, Microbatch, Replicas, Share, positive
 from pardata.step._forward import add_zeros, forward_of
 from pardata.step._microbatch_seed import count_run, microbatch_seed
 from pardata.step._step import Step, forbidden_in, known_metrics
 from pardata.step._tally import Tally, checked, wide
+from pardata.step._terms import with_one_loss
 from pardata.store._current_op import current_op
 from pardata.strategies._known import strategy_and_layer
 
 _log = get_logger(__name__)
 
-# A loss, or a loss and metrics: `backward` returns their means as `loss_fn` returns them.
-_Returned = TypeVar("_Returned", bound=Tensor | tuple[Tensor, Any])
-LossFn: TypeAlias = Callable[[nn.Module, Any], _Returned]
+_Metrics = TypeVar("_Metrics")
+# A loss, or the terms of one by name.
+Loss: TypeAlias = Tensor | Mapping[str, Tensor]
+LossFn: TypeAlias = Callable[[nn.Module, Any], Any]
 
 # The models that were found to be in order in a process that is alone: each is looked at once.
 _trained_alone = WeakSet[nn.Module]()
@@ -40,14 +42,36 @@ _LEFT_OUT: Any = None  # as in `backward(loss)`, which is told what to call
 _NORMS = "_pardata_sync_batch_norms"  # set on the layer of a model that shows its strategy
 
 
+@overload
 def backward(
     model: nn.Module,
-    loss_fn: LossFn[_Returned] = _LEFT_OUT,
+    loss_fn: Callable[[nn.Module, Any], Loss],
+    batch: Any,
+    *,
+    count: Count | None = None,
+    scaler: GradScaler | None = None,
+) -> Tensor: ...
+
+
+@overload
+def backward(
+    model: nn.Module,
+    loss_fn: Callable[[nn.Module, Any], tuple[Loss, _Metrics]],
+    batch: Any,
+    *,
+    count: Count | None = None,
+    scaler: GradScaler | None = None,
+) -> tuple[Tensor, _Metrics]: ...
+
+
+def backward(
+    model: nn.Module,
+    loss_fn: LossFn = _LEFT_OUT,
     batch: Any = _LEFT_OUT,
     *,
     count: Count | None = None,
     scaler: GradScaler | None = None,
-) -> _Returned:
+) -> Any:
     """Add to ``.grad`` the gradient of the mean loss over the global batch, and return that loss.
 
     `backward` runs ``loss_fn(model, microbatch)`` and its backward for each microbatch of this
@@ -72,8 +96,8 @@ def backward(
 
     Collective, except under ``"none"`` and ``"dp"``. In a single process it is gradient
     accumulation. In a model's first step `backward` warns if all ranks have the same samples, as
-    they have with a plain ``DataLoader``. Loss, counts and metrics travel while the backward runs,
-    under ``"ddp"`` together with the gradients, and no GPU is waited for.
+    they have with a plain ``DataLoader``. Loss, counts and metrics travel in one small collective
+    after the backward, and no GPU is waited for.
 
     Args:
         model: what `wrap_model` returned. The loss must train nothing else. If `loss_fn` runs other
@@ -85,16 +109,19 @@ def backward(
             one element. With `count` it is the mean over what that counts: for tokens, the sum of
             their losses divided by their number. It may also return ``(loss, metrics)``. Metrics
             are numbers and tensors, nested in dicts, lists and tuples, and means as well: an
-            accuracy, the parts of a loss. With `Microbatches` it must call no collective, because
-            ranks may run unequally many; `all_gather` with ``differentiable=True`` may be called
-            where they run equally many.
+            accuracy, the parts of a loss. `Mean` is a metric with a denominator. With
+            `Microbatches` it must call no collective, because ranks may run unequally many;
+            `all_gather` with ``differentiable=True`` may be called where they run equally many.
         batch: the `Microbatches` of a loader or, except under ``"exact"``, one microbatch of any
             kind. For a loader's batch, the number of samples is how many the loader read for it.
             For any other batch it is the length of the first tensor, or of a list of samples.
         count: returns what a microbatch counts for in place of its samples, for example its tokens:
-            an integer from 0 up. The loss of a microbatch that counts 0 is ignored, even if it is
-            NaN. Pass it if a ``collate_fn`` leaves samples out, or if a batch does not show how
-            many samples it has. It costs a small collective, which runs during the forward.
+            a number from 0 up. The loss of a microbatch that counts 0 is ignored, even if it is
+            NaN. If `loss_fn` returns a dict of terms, `count` returns a dict with a number for
+            each. The loss is then the sum of the terms, each weighted by its own count, and metrics
+            are weighted by samples. Pass it if a ``collate_fn`` leaves samples out, or if a batch
+            does not show how many samples it has. It costs a small collective, which runs during
+            the forward.
         scaler: scales the losses before their backward, but not the loss that is returned. You
             still call its ``unscale_``, ``step`` and ``update``.
 
@@ -107,7 +134,7 @@ def backward(
     Raises:
         TypeError: `model` is no module, the loss is no tensor of one element, or a metric is no
             number or has a row for each sample. Or `batch` does not tell how many samples it has.
-        ValueError: a `count` is no integer from 0 up, all counts are 0, or the model is under
+        ValueError: a `count` is negative or not finite, all counts are 0, or the model is under
             ``no_sync()``.
         RuntimeError: `loss_fn` did not run `model` (one process checks that in the first step), or
             the loss trains a parameter outside of `model`. Or `loss_fn` calls a collective. Or,
@@ -137,7 +164,7 @@ def backward(
                 (_run if one.count else _run_placeholder)(step, model, loss_fn, one)
     if type(step) is Step and step.size == 1:
         _trained_alone.add(model)
-    means: _Returned = step.tally.result()
+    means = step.tally.result()
     count_run(batch)
     return means
 
@@ -165,21 +192,25 @@ def _check_arguments(model: object, loss_fn: object) -> None:
 
 def _alone(
     model: nn.Module,
-    loss_fn: LossFn[_Returned],
+    loss_fn: LossFn,
     batch: Any,
     count: Count | None,
     scaler: GradScaler | None,
-) -> _Returned:
+) -> Any:
     """Run the only microbatch of a step whose model nobody else trains: it is the global batch."""
     first, microbatch = (batch.first, batch[0]) if isinstance(batch, Microbatches) else (0, batch)
+    share: Share | None = None
     if count is not None:
-        positive(checked_count(count(microbatch)))  # a mean does not tell of how many it is
+        share = Share.of(batch, count, Replicas(model))
+        share.expected()  # raises where nothing counts
     elif is_empty(microbatch):
         positive(0)
     aside = GradientsAside(parameters_of(model))
     with aside, forked_torch_seed(microbatch_seed(batch, first)):
         with forbidden_in(batch, is_even=True):
             returned = loss_fn(model, microbatch)
+        if share is not None:
+            returned = with_one_loss(returned, share.microbatches[0], share)
         if not isinstance(returned, Tensor):
             tally = Tally(known_metrics(model))
             loss = tally.add(returned, 1, microbatch)
@@ -187,9 +218,9 @@ def _alone(
         else:  # a loss alone is its own mean
             tally, loss = None, checked(returned)
         (loss if scaler is None else scaler.scale(loss)).backward()
-    means: Any = wide(loss.detach()) if tally is None else tally.result()
+    means = wide(loss.detach()) if tally is None else tally.result()
     count_run(batch)
-    return cast("_Returned", means)
+    return means
 
 
 def _step_of(model: nn.Module, batch: Any, scaler: GradScaler | None) -> Step:
@@ -219,10 +250,11 @@ def _check_batch_norms(step: Step, batch: Any) -> None:
         )
 
 
-def _run(step: Step, model: nn.Module, loss_fn: LossFn[Any], microbatch: Microbatch) -> None:
+def _run(step: Step, model: nn.Module, loss_fn: LossFn, microbatch: Microbatch) -> None:
     """Run forward and backward of a microbatch that counts."""
     with forward_of(model), step.running():
         returned = loss_fn(model, microbatch.data)
+    returned = with_one_loss(returned, microbatch, step.share)
     loss = step.tally.add(returned, microbatch.count, microbatch.data)
     step.check(loss)
     part = microbatch.count / step.share.expected()
@@ -232,7 +264,7 @@ def _run(step: Step, model: nn.Module, loss_fn: LossFn[Any], microbatch: Microba
 
 
 def _run_placeholder(
-    step: Step, model: nn.Module, loss_fn: LossFn[Any], placeholder: Microbatch
+    step: Step, model: nn.Module, loss_fn: LossFn, placeholder: Microbatch
 ) -> None:
     """Run forward and backward for the other ranks' sake, and leave nothing but zeros."""
     module = step.module
@@ -244,6 +276,7 @@ def _run_placeholder(
     with KeptBuffers(others), kept_generators():
         with forward_of(model, lambda out: outputs.extend(tensors_of(out))), step.running():
             returned = loss_fn(model, placeholder.data)
+        returned = with_one_loss(returned, placeholder, step.share)
         loss = step.tally.add(returned, 0, placeholder.data)
         step.check(loss)
         step.share.expected()  # raises where the others do

@@ -1,9 +1,9 @@
 """Strategy "ddp": PyTorch's DistributedDataParallel, reading through, with equal buffers."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property, partial
+from functools import partial
 from types import MethodType
 from typing import Any, Never
 
@@ -25,7 +25,6 @@ from pardata.step._guests import Guests, role_of
 from pardata.step._step import SEEN, SharedStep
 from pardata.strategies._compare_gradients import compare_gradients
 from pardata.strategies._ddp_reducer import ReducedParameters, reset_reducer
-from pardata.strategies._parcel import Parcel, parcel_for
 from pardata.strategies._strategy import Settings, Strategy
 
 # ruff: noqa: SLF001  # DDP's methods that a subclass may only have under private names, and our own
@@ -128,13 +127,9 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
         super().register_buffer(name, tensor, persistent)
         self._assign_modules_buffers()
 
-    @cached_property
-    def _parcel(self) -> Parcel | None:
-        return parcel_for(self)
-
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
-        for name in ("_parcel", "_reduced", "_compared"):  # they go with the reducer
+        for name in ("_reduced", "_compared"):  # they go with the reducer
             state.pop(name, None)
         return state
 
@@ -203,9 +198,6 @@ def _one_step(model: DistributedDataParallel, forwards: int) -> Iterator[None]:
         if isinstance(model, ReadThroughDDP):
             model._name_unused(error)
         raise
-    finally:
-        if (parcel := model.__dict__.get("_parcel")) is not None:
-            parcel.numbers = None  # a failed step left them
     if isinstance(model, ReadThroughDDP):
         model._equalise_buffers()
 
@@ -258,14 +250,6 @@ class DdpStep(SharedStep):
         last = microbatch is self.share.microbatches[-1]
         context: AbstractContextManager[None] = nullcontext() if last else self.layer.no_sync()
         return context
-
-    def _sent(self, message: Tensor) -> Callable[[], Tensor]:
-        # A model in PyTorch's own class has none.
-        parcel: Parcel | None = getattr(self.layer, "_parcel", None)
-        if parcel is None:
-            return super()._sent(message)
-        parcel.numbers = message
-        return parcel.sums  # after the backward
 
 
 class DdpStrategy(Strategy):

@@ -238,7 +238,7 @@ def _equal_buffers(module: nn.Module, _args: object, _output: object) -> None:
         broadcast(module.buffers())
 
 
-def _average_buffers(module: nn.Module, count: int, total: float | Tensor) -> None:
+def _average_buffers(module: nn.Module, count: float, total: float | Tensor) -> None:
     """Take the mean of the buffers of a module that has the hook above, after a step. Collective.
 
     Args:

@@ -41,11 +41,14 @@ class Means:
         self._stack = Stack[Tensor](exchange.count, Tensor.add_)
 
     def add(self, microbatch: Microbatch, values: Tensor) -> None:
-        """Add what a microbatch has changed, with the `values` of its loss and metrics; restore."""
+        """Add what a microbatch has changed, with the `values` of its loss and metrics; restore.
+
+        The values are already times what the microbatch counts.
+        """
         number, leaf = microbatch.number, None
         if microbatch.count:  # else others restore
-            leaf = torch.cat([values.to(self._device), *self._changes(number)])
-            leaf *= microbatch.count
+            changes = [changed * microbatch.count for changed in self._changes(number)]
+            leaf = torch.cat([values.to(self._device), *changes])
         if number >= 0:  # no placeholder
             self._stack.push((number, number + 1), leaf)
 
@@ -81,24 +84,24 @@ class Means:
         rows[0, size : size + len(words)] = words
         return rows
 
-    def apply(self, sums: Tensor, total: int) -> Tensor:
-        """Set the buffers, and return the means of loss and metrics.
+    def apply(self, sums: Tensor, total: float) -> Tensor:
+        """Set the buffers, and return the sums of loss and metrics.
 
         Args:
             sums: of the rows of all ranks.
             total: what the microbatches of all ranks count.
         """
-        values, changes, words = sums[: sum(self._sizes)].split(self._sizes)
-        means: Tensor = values / total
+        parts: list[Tensor] = [*sums[: sum(self._sizes)].split(self._sizes)]
+        values, changes, words = parts
         if not self._start:
-            return means
+            return values
         counts = self._counts + words.to(torch.int16).view(torch.int64)
         now = self._now()
         for names, flat in ((self._real, self._before + changes / total), (self._counting, counts)):
             parts = flat.split([now[name].numel() for name in names])
             for name, part in zip(names, parts, strict=True):
                 now[name].copy_(part.view(now[name].shape))
-        return means
+        return values
 
     def put_back(self, found: dict[str, Tensor] | None = None) -> None:
         """Set the buffers, those that were `found`, to what they were at the start of the step."""

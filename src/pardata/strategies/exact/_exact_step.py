@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.amp import GradScaler
 
 from pardata.collectives._fingerprint import CheckedCollective, LeastAndMost
@@ -24,7 +24,6 @@ from pardata.store._remote_error import mark_secondary
 from pardata.strategies.exact._exact_means import Means
 from pardata.strategies.exact._kernels import refused_kernels
 from pardata.strategies.exact._ordered_sum import Exchange, OrderedSum
-from pardata.strategies.exact._riders import Riders
 
 _NONE = 2**53  # the number of a microbatch that there is not
 
@@ -55,7 +54,7 @@ class ExactStep(Step):
     _vote: LeastAndMost | None = None
     _answer: _Answer | None = None
     least = 1  # if a placeholder: by what it returns a rank that has none knows the metrics
-    takes_means = False
+    takes_means, adds_in_order = False, True
 
     def __init__(self, model: nn.Module, layer: Any, scaler: GradScaler | None, batch: Any) -> None:
         super().__init__(model, layer, scaler, batch)
@@ -146,28 +145,19 @@ class ExactStep(Step):
         first = self._agreed(failed).first
         rows = self._means.rows(len(self.tally.last()), first)
         flags = [failed is not None, *self._sums.used()]
-        riders = Riders(self._exchange, rows, flags)
-        if riders.fit():
-            self._sums.send_rest(riders.sent())
-            flags, sums = riders.received(self._sums.finish())
-        else:
-            flags, sums = self._sent_apart(rows, flags)
-        any_failed, *used = flags
-        if any_failed:
-            raise failed or _failed_elsewhere()
-        self.tally.settle(self._means.apply(sums, self.share.expected()))
-        self._sums.set_gradients(used)
-
-    def _sent_apart(self, rows: Tensor, flags: list[bool]) -> tuple[list[bool], Tensor]:
-        """Add up, and hear, what does not ride with the gradients. Collective."""
         self._sums.send_rest()
         group, device = cpu_group_and_device(world())
         of_any = torch.tensor(flags, dtype=torch.int32, device=device)
-        sums = OrderedSum(self._exchange, rows)
+        means = OrderedSum(self._exchange, rows)
         wait = started(of_any, group) if self.size > 1 else lambda: of_any
         self._sums.finish()
-        sums.add()
-        return (wait() > 0).tolist(), sums.result()
+        means.add()
+        any_failed, *used = (wait() > 0).tolist()
+        if any_failed:
+            raise failed or _failed_elsewhere()
+        total = self.share.expected()
+        self.tally.settle(self._means.apply(means.result(), total), total)
+        self._sums.set_gradients(used)
 
     def _agreed(self, failed: Exception | None) -> _Answer:
         """Return what all ranks have said; raise on each of them where they do not agree."""

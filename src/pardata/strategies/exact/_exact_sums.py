@@ -7,7 +7,7 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pardata.model._modules import name_of, parameters_of
 from pardata.step._count import Microbatch
@@ -83,8 +83,6 @@ class Sums:
         self._may_send, self._sent, self._added = may_send, 0, 0
         for bucket in self._buckets:
             bucket.begin_step(exchange)
-        # On a CPU the last one takes along what is known only after the backward.
-        self._early = len(self._buckets) - next(self.module.parameters()).is_cpu
 
     def begin(self, microbatch: Microbatch, *, last: bool) -> None:
         """Begin a microbatch, whose gradients come to `receive`; what counts 0 leaves none."""
@@ -108,17 +106,12 @@ class Sums:
                 f"sparse: make the embedding with sparse=False"
             )
         if parameter not in bucket.missing:
-            # From now on: what one backward gives a parameter is added to no other's before.
-            bucket.waits = bucket.has_several = True
-            if bucket.is_taken:
-                raise RuntimeError(
-                    f"a parameter must get its gradient at once, or several in each step, under "
-                    f"strategy 'exact', but `{name()}` got another one when the first was already "
-                    f"added: run this step again, from which on that is waited for, or pass "
-                    f"use_reentrant=False to checkpoint"
-                )
+            raise RuntimeError(
+                f"a backward must give each parameter one gradient under strategy 'exact', but "
+                f"`{name()}` got two: pass use_reentrant=False to torch.utils.checkpoint"
+            )
         bucket.missing.discard(parameter)
-        if not bucket.missing and not bucket.waits and self._counts:
+        if not bucket.missing and self._counts:
             bucket.take(self._number, counts=True)
             if self._is_last:
                 self._send()
@@ -128,8 +121,6 @@ class Sums:
         for bucket in self._buckets:
             if not bucket.is_taken and self._number >= 0:
                 bucket.take(self._number, counts=self._counts)
-            if self._counts:
-                bucket.waits = bucket.has_several
         for parameter in self.parameters.values():
             parameter.grad = None  # what it came from does not count
         if self._is_last:
@@ -138,11 +129,15 @@ class Sums:
     def _send(self) -> None:
         """Send what is complete. Collective, as is what follows."""
         # In the same order on every rank, whichever is complete first.
-        while self._sent < self._early and self._buckets[self._sent].is_taken and self._may_send():
+        while (
+            self._sent < len(self._buckets)
+            and self._buckets[self._sent].is_taken
+            and self._may_send()
+        ):
             self._send_next()
 
-    def _send_next(self, riders: Tensor | None = None) -> None:
-        self._buckets[self._sent].send(riders)
+    def _send_next(self) -> None:
+        self._buckets[self._sent].send()
         self._sent += 1
         self._add_up(self._sent - _AHEAD)
 
@@ -152,20 +147,20 @@ class Sums:
             bucket.sum.add()
             self._added += 1
 
-    def send_rest(self, riders: Tensor | None = None) -> None:
-        """Send what is left, `riders` with the last of it.
+    def send_rest(self) -> None:
+        """Send what is left.
 
         A rank that ran a placeholder alone has sent nothing before: no other collective may begin
         until all ranks have sent the same.
         """
         while self._sent < len(self._buckets):
-            is_last = self._sent == len(self._buckets) - 1
-            self._send_next(riders if is_last else None)
+            self._send_next()
 
-    def finish(self) -> Tensor:
-        """Add what was sent, and return the sums of the riders."""
+    def finish(self) -> None:
+        """Add what was sent, and wait for the sums."""
         self._add_up(len(self._buckets))
-        return [bucket.finish() for bucket in self._buckets][-1]
+        for bucket in self._buckets:
+            bucket.finish()
 
     def used(self) -> list[bool]:
         """Return which parameters have had a gradient here, bucket by bucket."""

@@ -7,6 +7,7 @@ import torch
 from gradient_zoo import cut, gradients, pieces, squared_error
 from on_ranks import caught, run
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from pardata import backward, check_in_sync, unwrap, world, wrap_model
 
@@ -126,7 +127,9 @@ class Broken(torch.autograd.Function):
 
 def after_unequal_errors(strategy, parts):
     """Return what steps find after one that fails on all ranks, which run unequally many."""
-    models, found = [wrap_model(normed(), strategy) for _ in range(2)], []
+    models, found = [wrap_model(normed(), strategy.removesuffix(", a hook")) for _ in range(2)], []
+    for model in models if strategy.endswith("a hook") else ():
+        model.register_comm_hook(None, allreduce_hook)  # so the loss is sent by itself
     for step in range(4):
         batch = cut(pieces((3,) * parts, step))
         if step % 2 == 1:
@@ -143,7 +146,7 @@ def after_unequal_errors(strategy, parts):
 
 
 @pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "exact"])
+@pytest.mark.parametrize("strategy", ["ddp", "ddp, a hook", "fsdp", "exact"])
 def test_an_error_of_all_ranks_leaves_them_in_step_if_some_run_a_placeholder(strategy, size):
     found = run(after_unequal_errors, strategy, size + 1, world_size=size)
     assert found == [[True, "ValueError", True, True, "ValueError", True]] * size

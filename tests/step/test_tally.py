@@ -1,9 +1,10 @@
-"""Loss, counts and metrics of a step travel beside the gradients, and are those of all ranks."""
+"""Loss, counts and metrics of a step travel with the gradients, and are those of all ranks."""
 
 import copy
 import math
 import pickle
 from collections import Counter
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -29,6 +30,7 @@ from torch.utils.data import TensorDataset
 from pardata import backward, check_in_sync, make_loader, unwrap, world, wrap_model
 from pardata.data._plan import share
 from pardata.step._tally import Tally
+from pardata.strategies import _parcel
 
 DIGEST = 6  # numbers by which gradients are compared in a model's first step
 TOLD = 26  # numbers that each rank tells in a step: a count, hashes, loss and metrics
@@ -108,9 +110,10 @@ def test_a_part_of_the_loss_may_be_a_metric_with_its_gradient():
 NUMBERS = [1700000123, 2**24 + 1, 0.1, 1e39, -5.5e200, 3e-320, -0.0, math.inf, True, 10**30]
 
 
-def means_of_numbers():
+def means_of_numbers(small):
     """Return the means of numbers that are the same everywhere, and of those of each rank."""
-    model = wrap_model(nn.Linear(4, 3))  # whose gradients are of float32
+    with patch.object(_parcel, "_SMALL", _parcel._SMALL if small else 0):
+        model = wrap_model(nn.Linear(4, 3))  # whose gradients are of float32
     here = world()
 
     def loss_fn(model, batch):
@@ -128,9 +131,10 @@ def nan_on_one(model, batch):
     return squared_error(model, batch), math.nan if world().rank else 1.0
 
 
+@pytest.mark.parametrize("small", [True, False])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_metrics_have_the_digits_and_the_range_of_float64(size):
-    for (numbers, wide, whole, own), seen, (nan,) in run(means_of_numbers, world_size=size):
+def test_metrics_have_the_digits_and_the_range_of_float64(size, small):
+    for (numbers, wide, whole, own), seen, (nan,) in run(means_of_numbers, small, world_size=size):
         assert numbers == pytest.approx([float(number) for number in NUMBERS], rel=1e-15, abs=0)
         assert wide.tolist() == pytest.approx(numbers, rel=1e-15, abs=0)
         assert seen.tolist() == pytest.approx(numbers, rel=1e-15, abs=1e-300)
@@ -296,12 +300,12 @@ def test_on_a_gpu_more_metrics_than_have_places_are_compared_before_they_are_sen
         assert "every rank must pass the same to `backward`, but `metrics` differs" in raised.text
 
 
-# --- one collective of their own ---
+# --- no collective of their own ---
 
 
-def collectives_of_steps(strategy, microbatch_size=None):
+def collectives_of_steps(strategy, microbatch_size=None, **options):
     """Return the sizes of what `dist.all_reduce` sends in each of three steps."""
-    model = wrap_model(network(), strategy)
+    model = wrap_model(network(), strategy, **options)
     data, sent, told = TensorDataset(*rows_of(15)), [], []
     reduce = dist.all_reduce
 
@@ -322,15 +326,27 @@ def collectives_of_steps(strategy, microbatch_size=None):
     return [counts for counts, *_ in told]
 
 
-def test_a_step_has_one_collective_beside_those_of_ddp():
+def test_a_step_has_one_collective_that_of_the_gradients():
+    numbers = sum(parameter.numel() for parameter in network().parameters())
+    numbers += 2 * 4 * TOLD  # of each rank, in words of 16 bits
     for first, *others in run(collectives_of_steps, "ddp", world_size=2):
-        # What a step counts usually, and whether all ranks have the same gradients.
+        # What a step counts usually, the gradients, and whether all ranks have the same ones.
         assert len(first) == 3
-        assert others == [[TOLD], [TOLD]]
+        assert others == [[numbers], [numbers]]
     # What microbatches count is known, and one rank has two of them.
     for first, *others in run(collectives_of_steps, "ddp", 2, world_size=2):
-        assert first == [DIGEST, TOLD]
-        assert others == [[TOLD], [TOLD]]
+        assert first == [numbers, DIGEST]
+        assert others == [[numbers], [numbers]]
+
+
+OPTIONS = [{"bucket_cap_mb": 0.0001}, {"gradient_as_bucket_view": True}, {"static_graph": True}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: next(iter(options)))
+def test_they_travel_under_every_option_of_ddp(options):
+    for *_, last in run(partial(collectives_of_steps, "ddp", **options), world_size=2):
+        assert [number for number in last if number > TOLD]
+        assert TOLD not in last
 
 
 def mean_hook(told, bucket):
@@ -359,7 +375,7 @@ def beside_a_hook(kind):
 
 
 @pytest.mark.parametrize("kind", ["a hook", "bfloat16", "torch's class"])
-def test_a_hook_of_the_user_another_dtype_and_a_class_of_pytorch_change_nothing(kind):
+def test_where_gradients_cannot_carry_them_they_go_beside(kind):
     wanted, _ = truth_of(*rows_of(5))
     for loss, error, told in run(beside_a_hook, kind, world_size=2):
         close = 0.05 if kind == "bfloat16" else CLOSE

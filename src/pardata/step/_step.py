@@ -165,18 +165,23 @@ class SharedStep(Step):
             where = f"step {batch.step} of epoch {batch.epoch}"
             self.tally.step = f"{where}, of a loader with seed {batch.seed}"
 
+    def _sums(self) -> Tensor:
+        """Return the sums of what all ranks tell.
+
+        After the backward: so a step that fails on all ranks, in another microbatch on each, leaves
+        none with a collective that others have not begun.
+        """
+        return started(self.tally.message(self.size, self.layer), self.group)()
+
     def _settle(self) -> None:
         """Take the means, and correct the gradients where more or less was counted than expected.
 
-        After the backward: nothing of this step is sent before, so that one which fails on all
-        ranks, in another microbatch on each, leaves them in step. None of an earlier step may be
-        in ``.grad``.
+        None of an earlier step may be in ``.grad``.
         """
         if self.size == 1:
             self.tally.raise_refused()
             return
-        sums = started(self.tally.message(self.size, self.layer), self.group)()
-        self.tally.hear(sums, self.size, self.group)
+        self.tally.hear(self._sums(), self.size, self.group)
         factor = self.share.expected() / self.tally.total
         if isinstance(factor, Tensor):
             factor = factor.nan_to_num(posinf=0.0)  # where nothing was counted, gradients are 0

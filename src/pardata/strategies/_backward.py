@@ -97,7 +97,8 @@ def backward(
     Collective, except under ``"none"`` and ``"dp"``. In a single process it is gradient
     accumulation. In a model's first step `backward` warns if all ranks have the same samples, as
     they have with a plain ``DataLoader``. Loss, counts and metrics travel in one small collective
-    after the backward, and no GPU is waited for.
+    after the backward, under ``"ddp"`` together with the gradients of a small model. No GPU is
+    waited for.
 
     Args:
         model: what `wrap_model` returned. The loss must train nothing else. If `loss_fn` runs other

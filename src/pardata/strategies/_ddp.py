@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from types import MethodType
 from typing import Any, Never
 
@@ -25,6 +25,7 @@ from pardata.step._guests import Guests, role_of
 from pardata.step._step import SEEN, SharedStep
 from pardata.strategies._compare_gradients import compare_gradients
 from pardata.strategies._ddp_reducer import ReducedParameters, reset_reducer
+from pardata.strategies._parcel import Parcel, parcel_for
 from pardata.strategies._strategy import Settings, Strategy
 
 # ruff: noqa: SLF001  # DDP's methods that a subclass may only have under private names, and our own
@@ -127,9 +128,13 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
         super().register_buffer(name, tensor, persistent)
         self._assign_modules_buffers()
 
+    @cached_property
+    def _parcel(self) -> Parcel | None:
+        return parcel_for(self)
+
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
-        for name in ("_reduced", "_compared"):  # they go with the reducer
+        for name in ("_parcel", "_reduced", "_compared"):  # they go with the reducer
             state.pop(name, None)
         return state
 
@@ -198,6 +203,9 @@ def _one_step(model: DistributedDataParallel, forwards: int) -> Iterator[None]:
         if isinstance(model, ReadThroughDDP):
             model._name_unused(error)
         raise
+    finally:
+        if (parcel := model.__dict__.get("_parcel")) is not None:
+            parcel.numbers = None  # a failed step left them
     if isinstance(model, ReadThroughDDP):
         model._equalise_buffers()
 
@@ -206,6 +214,7 @@ class DdpStep(SharedStep):
     """Strategy "ddp": every rank runs at least one microbatch, the last of which synchronises."""
 
     least = 1
+    _parcel: Parcel | None = None
 
     def __init__(self, model: nn.Module, layer: Any, scaler: GradScaler | None, batch: Any) -> None:
         if not layer.require_backward_grad_sync:
@@ -250,6 +259,15 @@ class DdpStep(SharedStep):
         last = microbatch is self.share.microbatches[-1]
         context: AbstractContextManager[None] = nullcontext() if last else self.layer.no_sync()
         return context
+
+    def send(self) -> None:
+        if self.size > 1:  # a model in PyTorch's own class has no parcel
+            self._parcel = getattr(self.layer, "_parcel", None)
+        if self._parcel is not None:
+            self._parcel.numbers = self.tally.message(self.size, self.layer)
+
+    def _sums(self) -> Tensor:
+        return super()._sums() if self._parcel is None else self._parcel.sums()
 
 
 class DdpStrategy(Strategy):

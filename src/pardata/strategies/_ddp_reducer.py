@@ -1,5 +1,6 @@
 """DDP's reducer: the parameters that it was made for, and a new one after a failed backward."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -79,6 +80,16 @@ def _kind(parameter: Tensor) -> tuple[torch.dtype, torch.device]:
     return parameter.dtype, parameter.device
 
 
+def reduces_late(model: Any) -> bool:
+    """Return whether DDP reduces each gradient alone, or all at the end of a backward."""
+    return bool(model._use_python_reducer or model._delay_all_reduce_all_params)
+
+
+def register_hook(model: Any, state: object, hook: Callable[..., Any]) -> None:
+    """Register a communication hook that is not pickled with the model, as DDP's method would."""
+    dist._register_comm_hook(model.reducer, state, hook)
+
+
 def reset_reducer(model: Any) -> None:
     """Let DDP forget a backward that did not come to its end, perhaps on this rank alone.
 
@@ -111,5 +122,6 @@ def _renew_reducer(model: Any) -> None:
         model.logger._set_static_graph()
         # In its first step it reduces at the end of the backward, which DDP asks for once.
         model.__dict__["_static_graph_delay_allreduce_enqueued"] = False
+    model.__dict__.pop("_parcel", None)  # it is registered with the old one
     for hook, state in model._comm_hooks:
-        dist._register_comm_hook(model.reducer, state, hook)
+        register_hook(model, state, hook)

@@ -76,9 +76,10 @@ class Bucket:
         gradient = gradient.detach()
         return (torch.view_as_real(gradient) if self._is_complex else gradient).to(self._dtype)
 
-    def send(self) -> None:
-        """Send the subtrees' sums here. Collective."""
-        rows = self._exchange.rows(self._length, self._dtype, self.parameters[0].device)
+    def send(self, riders: Tensor | None = None) -> None:
+        """Send the subtrees' sums here, and `riders` behind them. Collective."""
+        behind = self._length + (0 if riders is None else len(riders))
+        rows = self._exchange.rows(behind, self._dtype, self.parameters[0].device)
         # A rank that has failed has other subtrees, and no rank will use the sum.
         left = [gradients for _, gradients in self._stack.subtrees]
         for row, gradients in zip_longest(rows, left[: len(rows)]):
@@ -89,6 +90,9 @@ class Bucket:
             if used:
                 parts, values = map(list, zip(*used, strict=True))
                 torch._foreach_copy_(parts, values)  # as optimizers do
+        rows[:, self._length :] = NOTHING
+        if riders is not None:
+            rows[0, self._length : behind] = riders
         self._stack.subtrees.clear()
         self.sum = OrderedSum(self._exchange, rows)
 
@@ -96,10 +100,11 @@ class Bucket:
         """Return the numbers of each parameter, in its layout."""
         return [row[where].as_strided(shape, stride) for where, shape, stride in self._places]
 
-    def finish(self) -> None:
-        """Wait for the sums."""
+    def finish(self) -> Tensor:
+        """Wait for the sums, and return those of the riders of all ranks."""
         self._sums = self.sum.result()
         del self.sum
+        return self._sums[self._length :]
 
     def set_gradients(self, used: Iterable[bool]) -> None:
         """Set the gradients of the parameters that are used to the sums."""

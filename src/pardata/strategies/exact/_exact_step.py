@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from pardata.collectives._fingerprint import CheckedCollective, LeastAndMost
@@ -24,6 +24,7 @@ from pardata.store._remote_error import mark_secondary
 from pardata.strategies.exact._exact_means import Means
 from pardata.strategies.exact._kernels import refused_kernels
 from pardata.strategies.exact._ordered_sum import Exchange, OrderedSum
+from pardata.strategies.exact._riders import Riders
 
 _NONE = 2**53  # the number of a microbatch that there is not
 
@@ -145,19 +146,29 @@ class ExactStep(Step):
         first = self._agreed(failed).first
         rows = self._means.rows(len(self.tally.last()), first)
         flags = [failed is not None, *self._sums.used()]
-        self._sums.send_rest()
-        group, device = cpu_group_and_device(world())
-        of_any = torch.tensor(flags, dtype=torch.int32, device=device)
-        means = OrderedSum(self._exchange, rows)
-        wait = started(of_any, group) if self.size > 1 else lambda: of_any
-        self._sums.finish()
-        means.add()
-        any_failed, *used = (wait() > 0).tolist()
+        riders = Riders(self._exchange, rows, flags)
+        if riders.fit():
+            self._sums.send_rest(riders.sent())
+            flags, sums = riders.received(self._sums.finish())
+        else:
+            flags, sums = self._sent_apart(rows, flags)
+        any_failed, *used = flags
         if any_failed:
             raise failed or _failed_elsewhere()
         total = self.share.expected()
-        self.tally.settle(self._means.apply(means.result(), total), total)
+        self.tally.settle(self._means.apply(sums, total), total)
         self._sums.set_gradients(used)
+
+    def _sent_apart(self, rows: Tensor, flags: list[bool]) -> tuple[list[bool], Tensor]:
+        """Add up, and hear, what does not ride with the gradients. Collective."""
+        self._sums.send_rest()
+        group, device = cpu_group_and_device(world())
+        of_any = torch.tensor(flags, dtype=torch.int32, device=device)
+        sums = OrderedSum(self._exchange, rows)
+        wait = started(of_any, group) if self.size > 1 else lambda: of_any
+        self._sums.finish()
+        sums.add()
+        return (wait() > 0).tolist(), sums.result()
 
     def _agreed(self, failed: Exception | None) -> _Answer:
         """Return what all ranks have said; raise on each of them where they do not agree."""

@@ -7,7 +7,7 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pardata.model._modules import name_of, parameters_of
 from pardata.step._count import Microbatch
@@ -83,6 +83,8 @@ class Sums:
         self._may_send, self._sent, self._added = may_send, 0, 0
         for bucket in self._buckets:
             bucket.begin_step(exchange)
+        # On a CPU the last one takes along what is known only after the backward.
+        self._early = len(self._buckets) - next(self.module.parameters()).is_cpu
 
     def begin(self, microbatch: Microbatch, *, last: bool) -> None:
         """Begin a microbatch, whose gradients come to `receive`; what counts 0 leaves none."""
@@ -129,15 +131,11 @@ class Sums:
     def _send(self) -> None:
         """Send what is complete. Collective, as is what follows."""
         # In the same order on every rank, whichever is complete first.
-        while (
-            self._sent < len(self._buckets)
-            and self._buckets[self._sent].is_taken
-            and self._may_send()
-        ):
+        while self._sent < self._early and self._buckets[self._sent].is_taken and self._may_send():
             self._send_next()
 
-    def _send_next(self) -> None:
-        self._buckets[self._sent].send()
+    def _send_next(self, riders: Tensor | None = None) -> None:
+        self._buckets[self._sent].send(riders)
         self._sent += 1
         self._add_up(self._sent - _AHEAD)
 
@@ -147,20 +145,20 @@ class Sums:
             bucket.sum.add()
             self._added += 1
 
-    def send_rest(self) -> None:
-        """Send what is left.
+    def send_rest(self, riders: Tensor | None = None) -> None:
+        """Send what is left, `riders` with the last of it.
 
         A rank that ran a placeholder alone has sent nothing before: no other collective may begin
         until all ranks have sent the same.
         """
         while self._sent < len(self._buckets):
-            self._send_next()
+            is_last = self._sent == len(self._buckets) - 1
+            self._send_next(riders if is_last else None)
 
-    def finish(self) -> None:
-        """Add what was sent, and wait for the sums."""
+    def finish(self) -> Tensor:
+        """Add what was sent, and return the sums of the riders."""
         self._add_up(len(self._buckets))
-        for bucket in self._buckets:
-            bucket.finish()
+        return [bucket.finish() for bucket in self._buckets][-1]
 
     def used(self) -> list[bool]:
         """Return which parameters have had a gradient here, bucket by bucket."""

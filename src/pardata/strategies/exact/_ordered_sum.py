@@ -1,5 +1,6 @@
 """A sum over ranks in the order of the fixed tree."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ class Exchange:
         spans: the leaves of each subtree of all ranks, in rank order.
         counts: how many subtrees each rank has.
         own: how many this rank has.
+        first: the place of the first of them among those of all ranks.
         is_plain: whether an all-reduce is the same.
     """
 
@@ -35,7 +37,7 @@ class Exchange:
         subtrees = subtrees_of(count, here.size)
         self.spans = [span for spans in subtrees for span in spans]
         self.counts = list(map(len, subtrees))
-        self.own = self.counts[here.rank]
+        self.own, self.first = self.counts[here.rank], sum(self.counts[: here.rank])
         self.is_plain = here.size == 2 and max(self.counts) == 1
 
     def rows(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -47,6 +49,13 @@ class Exchange:
         rows = torch.empty(max(1, self.own), padded, dtype=dtype, device=device)
         rows[:, length:] = NOTHING
         return rows
+
+    def total(self, sums: Iterable[Tensor]) -> Tensor:
+        """Return what the tree makes of the sums of the subtrees of all ranks, in rank order."""
+        stack = Stack[Tensor](self.count, Tensor.add_)
+        for span, own in zip(self.spans, sums, strict=True):
+            stack.push(span, own)
+        return stack.total()
 
 
 class OrderedSum:
@@ -82,10 +91,7 @@ class OrderedSum:
         if self._exchange.size == 1 or self._exchange.is_plain:
             return
         self._work.wait()
-        stack = Stack[Tensor](self._exchange.count, Tensor.add_)
-        for span, part in zip(self._exchange.spans, self._received, strict=True):
-            stack.push(span, part)
-        owned = stack.total()
+        owned = self._exchange.total(self._received)
         if self._sums is None:
             self._sums = owned.new_empty(self._length)
         self._work = _all_gather(self._sums, owned, async_op=True)

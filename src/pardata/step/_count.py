@@ -30,7 +30,7 @@ _log = get_logger(__name__)
 Counts = Mapping[str, float]
 Count = Callable[[Any], "float | Tensor | Mapping[str, float | Tensor]"]
 
-_MOST_TERMS = 32  # of a loss: as many as a header has places for, and more
+_MOST_TERMS = 32  # in a loss: their counts have places in the header of a collective
 _USUAL = "_pardata_usual_count"  # set on the layer of a model that shows its strategy
 
 

@@ -168,8 +168,8 @@ class SharedStep(Step):
     def _sums(self) -> Tensor:
         """Return the sums of what all ranks tell.
 
-        After the backward: so a step that fails on all ranks, in another microbatch on each, leaves
-        none with a collective that others have not begun.
+        They are sent after the backward. A step may fail on all ranks, in another microbatch on
+        each: none of them has then begun a collective that the others have not.
         """
         return started(self.tally.message(self.size, self.layer), self.group)()
 

@@ -10,8 +10,8 @@ from pardata.step._tally import checked
 def with_one_loss(returned: Any, microbatch: Microbatch, share: Share) -> Any:
     """Return what `loss_fn` returned, where `count` returns a dict with the sum of its terms.
 
-    Each term has the weight of its own count: the sum is divided by the microbatch's part of the
-    step, by which the caller multiplies every loss.
+    Each term has the weight of its own count. The caller multiplies every loss by the
+    microbatch's part of the step, so the sum is divided by that.
     """
     totals = {name: total for name, total in share.totals().items() if name}
     if not totals:

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from pardata import (
+    Mean,
     StopSignal,
     all_reduce_mean,
     backward,
@@ -233,7 +234,8 @@ def test_training_goes_on_in_every_precision_and_compiled(how, everywhere, hardw
 
 def mean_loss_and_metrics(model, batch):
     loss = mean_loss(model, batch)
-    return loss, {"loss": loss, "parts": [loss.detach().expand(5)]}
+    mean = Mean(batch[0].abs().sum(0), torch.ones_like(loss))
+    return loss, {"loss": loss, "parts": [loss.detach().expand(5)], "mean": mean}
 
 
 def steps_without_waits(device, kind):
@@ -289,7 +291,8 @@ def told_and_heard(device, *metrics):
     with nothing_waits(device):
         tallies = [Tally(set()), Tally(set())]
         for tally, loss, count, more in zip(tallies, losses, (3, 1), metrics, strict=True):
-            tally.add((loss, {name: loss.expand(4) for name in more}), count, None)
+            metrics = {name: loss.expand(4) for name in more}
+            tally.add((loss, {**metrics, "mean": Mean(loss * 3, loss)}), count, None)
         layers = nn.Linear(1, 1), nn.Linear(1, 1)
         total = sum(tally.message(2, layer) for tally, layer in zip(tallies, layers, strict=True))
         for tally in tallies:
@@ -299,7 +302,7 @@ def told_and_heard(device, *metrics):
 
 
 def test_what_ranks_tell_each_other_in_a_step_stops_no_gpu(device):
-    assert told_and_heard(device, "a", "a") == [(2.0, {"a": [2.0] * 4})] * 2
+    assert told_and_heard(device, "a", "a") == [(2.0, {"a": [2.0] * 4, "mean": 3.0})] * 2
 
 
 def test_a_metric_on_the_cpu_stops_no_gpu_before_it_is_read(device):
@@ -315,6 +318,7 @@ def test_a_metric_on_the_cpu_stops_no_gpu_before_it_is_read(device):
 def test_on_a_gpu_means_of_unlike_metrics_are_nan(gpu):
     for loss, metrics in told_and_heard(gpu, "a", "b"):
         assert math.isnan(loss)
+        assert math.isnan(metrics.pop("mean"))
         assert all(map(math.isnan, *metrics.values()))
 
 

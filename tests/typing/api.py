@@ -163,10 +163,24 @@ def loss_and_accuracy(model: nn.Module, batch: Tensor) -> tuple[Tensor, dict[str
     raise NotImplementedError
 
 
+def terms_and_mean(model: nn.Module, batch: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Stand for a user's loss of several terms, and a metric with a denominator."""
+    raise NotImplementedError
+
+
+def weights_of_terms(batch: Tensor) -> dict[str, Tensor | float]:
+    """Stand for a user's count of several terms."""
+    raise NotImplementedError
+
+
 def the_gradient(step: pardata.Microbatches[Tensor]) -> None:
     assert_type(pardata.backward(Net(), mean_loss, step), Tensor)
     assert_type(pardata.backward(Net(), mean_loss, torch.ones(1), count=len), Tensor)
     assert_type(pardata.backward(Net(), loss_and_accuracy, step), tuple[Tensor, dict[str, float]])
+    assert_type(pardata.backward(Net(), mean_loss, step, count=lambda batch: batch.sum()), Tensor)
+    found = pardata.backward(Net(), terms_and_mean, step, count=weights_of_terms)
+    assert_type(found, tuple[Tensor, dict[str, Any]])
+    assert_type(pardata.Mean(torch.ones(3), 4).total, Tensor | float)
 
 
 def across_ranks() -> None:

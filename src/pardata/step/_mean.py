@@ -14,7 +14,7 @@ class Mean:
     `backward` returns the sum of the totals over the sum of the counts, of all microbatches and
     ranks. It is NaN where nothing counts. The accuracy of a class is
     ``Mean((hits & is_class).sum(), is_class.sum())``. Microbatches that count 0 for the loss are
-    left out.
+    left out. In type annotations metrics that hold one are ``Any``.
 
     Args:
         total: a number, or a tensor of any shape.

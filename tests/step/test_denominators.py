@@ -1,11 +1,13 @@
 """Losses and metrics that are means over something else than samples: the same at every size."""
 
+import logging
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  # the usual name
 from gradient_zoo import CLOSE, Net, cut, gradients, network, off, pieces, rows_of
+from logged import log_of
 from on_ranks import caught, run
 
 from pardata import Mean, backward, world, wrap_model
@@ -65,6 +67,13 @@ def truth(loss_fn, sizes):
 
 def found(strategy, loss_fn, count, plain):
     results = []
+    with log_of("pardata", logging.WARNING) as log:
+        steps(results, strategy, loss_fn, count, plain)
+    assert not log.lines
+    return results
+
+
+def steps(results, strategy, loss_fn, count, plain):
     model = wrap_model(network(), strategy)
     for sizes in STEPS if not plain else STEPS[:1]:
         for _ in range(2):  # a first step, and another
@@ -73,7 +82,6 @@ def found(strategy, loss_fn, count, plain):
             if plain:
                 batch = tuple(torch.cat(column) for column in zip(*batch, strict=True))
             results.append((backward(model, loss_fn, batch, count=count), gradients(model)))
-    return results
 
 
 CASES = [(strategy, plain) for strategy in STRATEGIES for plain in (False, True)][:-1]
@@ -158,7 +166,8 @@ def fails_on_one(batch):
 WRONG = {
     "names of microbatches": (one_term, unlike_names, "`count` must return the same names for"),
     "names of ranks": (one_term, unlike_ranks, "every rank must pass the same to `backward`"),
-    "no dict of counts": (one_term, None, "`loss_fn` must return a tensor of one element"),
+    "no dict of counts": (one_term, None, "let `count` return a number for each of its terms"),
+    "no text as a name": (one_term, lambda _: {"": 1}, "`count` must name terms by texts, but"),
     "other terms": (one_term, lambda _: {"it": 1}, "a dict of losses for the names that `count`"),
     "one loss": (weighted, lambda _: {"it": 1}, "['it'], but returned Tensor"),
     "less than nothing": (weighted, lambda _: -0.5, "`count(microbatch)` must be a finite number"),

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -176,9 +176,9 @@ class Told:
 
     def _ask(self) -> dict[tuple[str, ...], float]:
         """Call `count`; return a number for each name, which ranks must have in common."""
-        rows = [self._ask_for(*pair) for pair in self._pairs]
+        rows = [self._ask_for(data, partial(samples_of, data, read)) for data, read in self._pairs]
         is_shown = rows or self._placeholder is None
-        for row in (shown := rows if is_shown else [self._ask_for(self._placeholder, 0)]):
+        for row in (shown := rows if is_shown else [self._ask_for(self._placeholder, int)]):
             self._names = sorted(row)
             if row.keys() != shown[0].keys() or len(row) > _MOST_TERMS + 1:
                 raise ValueError(
@@ -189,12 +189,14 @@ class Told:
         self.rows = rows
         return dict.fromkeys([(name,) for name in self._names], 0)
 
-    def _ask_for(self, microbatch: Any, planned: int | None) -> Counts:
+    def _ask_for(self, microbatch: Any, samples: Callable[[], int]) -> Counts:
         told = self._count(microbatch)
         if not isinstance(told, Mapping):
             return {"": checked_weight(told, "count(microbatch)")}
+        if not all(isinstance(name, str) and name for name in told):
+            raise TypeError(f"`count` must name terms by texts, but returned the names {[*told]}")
         terms = {n: checked_weight(c, f"count(microbatch)[{n!r}]") for n, c in told.items()}
-        return {"": samples_of(microbatch, planned), **terms}
+        return {"": samples(), **terms}
 
     def start(self, replicas: Replicas, numbers: range, step_size: int) -> Callable[[], Counts]:
         """Begin to add up, and return what waits for the sums over all ranks, by name.

@@ -18,10 +18,11 @@ class Mean:
 
     Args:
         total: a number, or a tensor of any shape.
-        count: what the total is a sum over, a number or a tensor that broadcasts with `total`.
+        count: what the total is a sum over: one number, or a tensor of the shape of `total`.
 
     Raises:
         TypeError: one of the two is no number and no dense tensor of real numbers.
+        ValueError: the count has another shape.
 
     >>> import torch
     >>> from pardata import backward
@@ -38,3 +39,9 @@ class Mean:
     def __post_init__(self) -> None:
         number_of(self.total, (), "total")
         number_of(self.count, (), "count")
+        of_total, of_count = (tuple(getattr(n, "shape", ())) for n in (self.total, self.count))
+        if of_count not in ((), of_total):
+            raise ValueError(
+                f"`count` must be one number, or have the shape of `total`, {of_total}, but has "
+                f"the shape {of_count}: return a mean for each count"
+            )

@@ -283,6 +283,8 @@ def checked(loss: Any) -> Tensor:
         raise ValueError(f"{must}, but returned one of shape {tuple(loss.shape)}: {cure}")
     has_loss = hasattr(loss, "loss") or (isinstance(loss, Mapping) and "loss" in loss)
     cure = "return its `.loss`" if has_loss else f"{cure}, and return it"
+    if isinstance(loss, Mapping) and not has_loss:
+        cure = "let `count` return a number for each of its terms, or return their sum"
     raise TypeError(
         f"{must}, but returned {type_with_article(loss)}: {cure}, or it and metrics: "
         f"(loss, metrics)"

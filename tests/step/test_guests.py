@@ -139,36 +139,6 @@ def test_under_exact_a_guest_keeps_its_buffers(size):
     assert run(evaluated, 3, world_size=size) == [True] * size
 
 
-def run_without_its_wrapper(training):
-    """Return what steps of an exact model end in which ran unwrapped in the step of another."""
-    maker, judge = (wrap_model(net, "exact") for net in pair())
-    batch, inside = cut(pieces((3,) * 3)), unwrap(maker)
-
-    def loss(judge, batch):
-        return (judge(inside(batch[0]).detach()) - judge(batch[1])).square().mean()
-
-    def own(maker, batch):
-        return maker(batch[0]).square().mean()
-
-    found = [backward(maker, own, batch)]
-    inside.train(training)
-    backward(judge, loss, batch)
-    inside.train()
-    return [*found, caught(backward, maker, own, batch)]
-
-
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("size", [1, 2])
-def test_under_exact_buffers_that_differ_between_ranks_are_an_error(size, training):
-    for first, second in run(run_without_its_wrapper, training, world_size=size):
-        assert first.isfinite()
-        if training and size > 1:
-            assert "have the same buffers and seed, but they differ" in second.text
-            assert "run no unwrapped model in training mode in the step of another" in second.text
-        else:
-            assert second.isfinite()
-
-
 def averaged():
     """Train a student to follow the mean of what it was; return what the teacher holds."""
     teacher = wrap_model(nn.Linear(4, 3).double(), "fsdp").requires_grad_(False)

@@ -48,9 +48,3 @@ def versions_of(state: Any) -> dict[str, dict[str, Any]]:
 
 def set_versions(state: Any, versions: Mapping[str, Any]) -> None:
     state._metadata = versions
-
-
-def write_counts(module: nn.Module) -> list[int]:
-    """Return how often each buffer of a module was written in place."""
-    # No public name tells without a look at the numbers, for which a GPU would be waited for.
-    return [0 if b.is_inference() else b._version for b in module.buffers()]

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from pardata._pytree import sha256_of
 from pardata.collectives._fingerprint import CheckedCollective, LeastAndMost
 from pardata.data._microbatches import Microbatches
 from pardata.environment._world import cpu_group_and_device, world
 from pardata.model._before import GradientsAside
-from pardata.model._modules import parameters_of, write_counts
+from pardata.model._modules import parameters_of
 from pardata.rng._rng_state import Kept, default_generators, seed_generators
 from pardata.rng._seeds import mix, run_seed
 from pardata.step._count import Microbatch, started
@@ -88,8 +87,6 @@ class ExactStep(Step):
             except BaseException:
                 self._means.put_back()  # else the ranks would have different ones
                 raise
-            finally:
-                self._sums.written = write_counts(self._sums.module)
 
     def _begin(self) -> None:
         """Make what is added to."""
@@ -103,10 +100,6 @@ class ExactStep(Step):
         self._guests = Guests(self.layer, keeps_buffers=True)
         module = self._sums.module
         self._sums.train({n: p for n, p in module.named_parameters() if p.requires_grad})
-        # What was written to buffers since the last step must be the same on all ranks. Another
-        # model's step may have run this one without its wrapper.
-        is_written = self._sums.written != write_counts(module)
-        self._buffers = sha256_of(module.named_buffers()) if is_written else ""
         counting = (one.number for one in self.share.microbatches if one.count)
         self._first = min(counting, default=_NONE)
         self._exchange = Exchange(len(self.batch.counts))
@@ -183,12 +176,11 @@ class ExactStep(Step):
         if not heard.is_same:
             msg = (
                 f"every rank must be at the same step of the same loader, train the same "
-                f"parameters and have the same buffers and seed, but they differ; this one is at "
-                f"step {self.batch.step} of epoch {self.batch.epoch}, trains "
+                f"parameters and have the same seed, but they differ; this one is at step "
+                f"{self.batch.step} of epoch {self.batch.epoch}, trains "
                 f"{len(self._sums.parameters)} parameters and has seed {run_seed.seed}: call "
-                f"backward equally often, freeze the same, run no unwrapped model in training mode "
-                f"in the step of another, and call seed_everything with the same seed, on every "
-                f"rank"
+                f"backward equally often, freeze the same, and call seed_everything with the same "
+                f"seed, on every rank"
             )
             raise failed or RuntimeError(msg)
         if heard.has_failed:
@@ -203,7 +195,7 @@ class ExactStep(Step):
         """Return a number that is the same on all ranks which send the same at the same step."""
         batch = self.batch
         step = batch.epoch, batch.step, microbatch_seed(batch)
-        sent = zlib.crc32(f"{self._means.shapes} {self._buffers}".encode(), self._sums.digest)
+        sent = zlib.crc32(repr(self._means.shapes).encode(), self._sums.digest)
         return mix(batch.seed, *step, *batch.counts, sent) % 2**52
 
 

@@ -29,14 +29,12 @@ class Sums:
 
     Attributes:
         parameters: those that this step trains, by name.
-        written: how often buffers were written when the last step ended.
         digest: the same on all ranks which train the same.
     """
 
     def __init__(self, module: nn.Module, threads: int) -> None:
         self.module, self.threads = module, threads
         self.parameters: dict[str, nn.Parameter] = {}
-        self.written: list[int] | None = None
         self.hooked = set[nn.Parameter]()
         self._layouts: list[tuple[object, ...]] | None = None
         self._hook_parameters()

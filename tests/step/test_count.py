@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from pardata import Microbatches, backward, make_loader, world, wrap_model
-from pardata.step._count import Replicas, Share
+from pardata.step._count import Replicas
+from pardata.step._share import Share
 
 
 def loss_with(count):

@@ -9,6 +9,7 @@ import torch.nn.functional as F  # noqa: N812  # the usual name
 from gradient_zoo import CLOSE, Net, cut, gradients, network, off, pieces, rows_of
 from logged import log_of
 from on_ranks import caught, run
+from torch import nn
 
 from pardata import Mean, backward, world, wrap_model
 
@@ -41,6 +42,7 @@ def two_terms(model, batch):
     terms = {
         "samples": F.mse_loss(outputs, batch[1]),
         "of a class": outputs[chosen].square().sum(1).mean(),
+        "masked": (outputs.exp().mean(1) * chosen).sum() / chosen.sum(),  # its gradient too is NaN
     }
     metrics = {
         "accuracy": Mean((hits & chosen).sum(), chosen.sum()),
@@ -52,7 +54,8 @@ def two_terms(model, batch):
 
 
 def counts_of(batch):
-    return {"of a class": is_second(batch).sum(), "samples": len(batch[0])}
+    ones = is_second(batch).sum()
+    return {"of a class": ones, "masked": int(ones) * 0.7, "samples": len(batch[0])}
 
 
 def truth(loss_fn, sizes):
@@ -153,6 +156,10 @@ def unlike_names(batch):
     return {"samples": len(batch[0]), **({"more": 1} if len(batch[0]) == 1 else {})}
 
 
+def too_many_on_one(batch):
+    return {str(n): 1 for n in range(100)} if world().rank == 0 else {"samples": len(batch[0])}
+
+
 def unlike_ranks(_batch):
     return {"one": 1} if world().rank else {"other": 1}
 
@@ -165,6 +172,7 @@ def fails_on_one(batch):
 
 WRONG = {
     "names of microbatches": (one_term, unlike_names, "`count` must return the same names for"),
+    "too many names": (one_term, too_many_on_one, "at most 32"),
     "names of ranks": (one_term, unlike_ranks, "every rank must pass the same to `backward`"),
     "no dict of counts": (one_term, None, "let `count` return a number for each of its terms"),
     "no text as a name": (one_term, lambda _: {"": 1}, "`count` must name terms by texts, but"),
@@ -193,6 +201,41 @@ def refused(strategy, name):
 def test_what_cannot_be_weighted_is_an_error_on_every_rank(name, size):
     if name == "names of ranks" and size == 1:
         pytest.skip("one rank differs from none")
-    for raised, fine in run(refused, "ddp", name, world_size=size):
-        assert WRONG[name][2] in raised
+    for rank, (raised, fine) in enumerate(run(refused, "ddp", name, world_size=size)):
+        if name != "too many names" or rank == 0:
+            assert WRONG[name][2] in raised
         assert fine == pytest.approx(truth(weighted, SIZES)[0], rel=CLOSE)
+
+
+def fails_on_the_last(count):
+    """Raise in `loss_fn` on one rank before it knows what the others count; then train on."""
+    model, is_last = wrap_model(network(), "exact"), world().rank == world().size - 1
+
+    def loss_fn(model, batch):
+        if is_last:
+            raise OSError("no such file")
+        return weighted(model, batch)
+
+    batch = cut(pieces(SIZES))
+    raised = caught(lambda: backward(model, loss_fn, batch, count=count))
+    return str(raised), backward(model, weighted, batch, count=weight_of).item()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_under_exact_a_rank_that_fails_leaves_none_in_the_sum_of_fractions(size):
+    *others, last = run(fails_on_the_last, weight_of, world_size=size)
+    assert last[0] == "OSError: no such file"
+    assert all("another one failed: see its error" in raised for raised, _ in others)
+    wanted = pytest.approx(truth(weighted, SIZES)[0], rel=CLOSE)
+    assert [loss for _, loss in (*others, last)] == [wanted] * size
+
+
+def test_a_batch_whose_first_tensor_has_no_rows_says_so():
+    boxes, rows = torch.zeros(0, 4), torch.ones(3, 4)
+    with pytest.raises(ValueError, match="let a tensor with a row for each sample stand first"):
+        backward(
+            nn.Linear(4, 1),
+            lambda model, batch: {"a": model(batch[1]).mean()},
+            (boxes.long(), rows),
+            count=lambda batch: {"a": len(batch[1])},
+        )

@@ -1,6 +1,6 @@
 """What the model returns to `loss_fn`: whether it ran, and a backward of zeros from there."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -8,25 +8,27 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
+from pardata.data._batch_parts import tensors_of
+
 
 @contextmanager
-def forward_of(model: nn.Module, see: Callable[[Any], object] = lambda _: None) -> Iterator[None]:
-    """Show to `see` what each training forward of `model` in this block returns.
+def forward_of(model: nn.Module) -> Iterator[list[Tensor]]:
+    """Yield a list that gets the tensors which training forwards of `model` in this block return.
 
     Raises:
         RuntimeError: where there was none.
     """
-    ran = False
+    ran, outputs = False, list[Tensor]()
 
     def note(_module: nn.Module, _args: object, output: Any) -> None:
         nonlocal ran
         if torch.is_grad_enabled():
             ran = True
-            see(output)
+            outputs.extend(tensors_of(output))
 
     hook = model.register_forward_hook(note)
     try:
-        yield
+        yield outputs
     finally:
         hook.remove()
     if not ran:

@@ -17,9 +17,10 @@ from pardata.model._before import GradientsAside
 from pardata.model._modules import parameters_of
 from pardata.model._sharding import unsharded
 from pardata.model._unwrap import layers
-from pardata.step._count import Microbatch, Replicas, Share, started
+from pardata.step._count import Replicas, started
 from pardata.step._forward import leaves_of
 from pardata.step._guests import Guests
+from pardata.step._share import Microbatch, Share
 from pardata.step._tally import Tally
 
 _NOTHING = nullcontext()

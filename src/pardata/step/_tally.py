@@ -161,8 +161,8 @@ class Tally:
         for leaf, total, count in zip(
             leaves[first::2], metrics[first::2], metrics[first + 1 :: 2], strict=True
         ):
-            numbers = [torch.as_tensor(part, dtype=self._dtype) for part in (total, count)]
-            values.append(like(leaf, numbers[0] / numbers[1]))
+            of_sums = self._flat(total) / self._flat(count)  # a number is a vector of one here
+            values.append(like(leaf, of_sums.view(getattr(leaf, "shape", ()))))
         found = dict(zip(self._paths, values, strict=True))
         return loss, map_with_path(self._metrics, lambda path, _: found[path])
 
@@ -186,12 +186,9 @@ class Tally:
         rows = [self._vector(*one) for one in self._seen if one[1]]
         return sum(rows[1:], rows[0]) if rows else torch.zeros_like(self._vector(*self._seen[0]))
 
-    @property
-    def _dtype(self) -> torch.dtype:
-        return widest_float_dtype(self._first()[0].device)
-
     def _flat(self, leaf: Leaf) -> Tensor:
-        device, dtype = self._first()[0].device, self._dtype
+        device = self._first()[0].device
+        dtype = widest_float_dtype(device)
         if isinstance(leaf, Tensor):
             flat = leaf.detach().reshape(-1).to(dtype)
             if flat.is_cpu and has_streams(device):  # so that nobody waits for the copy

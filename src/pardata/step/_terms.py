@@ -1,17 +1,27 @@
 """A loss of several terms, each of which is a mean over another count."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pardata.step._count import Microbatch, Share
+from torch import Tensor
+
+from pardata.step._share import Microbatch, Share
 from pardata.step._tally import checked
 
 
-def with_one_loss(returned: Any, microbatch: Microbatch, share: Share) -> Any:
+def with_one_loss(
+    returned: Any, microbatch: Microbatch, share: Share, outputs: Sequence[Tensor] = ()
+) -> Any:
     """Return what `loss_fn` returned, where `count` returns a dict with the sum of its terms.
 
     Each term has the weight of its own count. The caller multiplies every loss by the
     microbatch's part of the step, so the sum is divided by that.
+
+    Args:
+        returned: by `loss_fn`.
+        microbatch: for which.
+        share: with the counts of the step.
+        outputs: the tensors that the model has returned.
     """
     totals = {name: total for name, total in share.totals().items() if name}
     if not totals:
@@ -24,10 +34,16 @@ def with_one_loss(returned: Any, microbatch: Microbatch, share: Share) -> Any:
             f"`loss_fn` must return a dict of losses for the names that `count` returns, "
             f"{[*totals]}, but returned {shown}: return the mean of each term under its name"
         )
-    part = microbatch.count / share.expected() if microbatch.count else 1
-    loss: Any = 0
-    for name, total in totals.items():
-        term, count = checked(terms[name]), microbatch.counts.get(name, 0)
-        # 0 times NaN is NaN. A term that counts nothing stays in the graph: DDP waits for it.
-        loss += term * (count / total / part) if count else term.nan_to_num(0, 0, 0) * 0
+    losses = {name: checked(terms[name]) for name in totals}
+    if microbatch.count:
+        part = microbatch.count / share.expected()
+        counted = [name for name in totals if microbatch.counts[name]]
+        weights = {name: microbatch.counts[name] / totals[name] / part for name in counted}
+        # 0 times NaN is NaN: a term that counts nothing is left out. In its place stand zeros of
+        # what the model returns: DDP waits for the gradients of all that is trained.
+        zeros = [(out.nan_to_num(0, 0, 0) * 0).sum() for out in outputs if out.requires_grad]
+        left_out = zeros if len(counted) < len(totals) else []
+        loss: Any = sum([losses[name] * weights[name] for name in counted] + left_out)
+    else:  # its backward adds zeros alone
+        loss = sum(losses.values())
     return (loss, returned[1]) if has_metrics else loss

@@ -9,7 +9,6 @@ from torch.amp import GradScaler
 
 from pardata._validation import type_with_article
 from pardata.collectives._comm_errors import explain_comm_errors
-from pardata.data._batch_parts import tensors_of
 from pardata.data._microbatches import Microbatches
 from pardata.data._sample_count import is_empty
 from pardata.environment._logger import get_logger
@@ -19,9 +18,10 @@ from pardata.model._before import GradientsAside, KeptBuffers
 from pardata.model._modules import parameters_of
 from pardata.model._unwrap import is_parallel
 from pardata.rng._rng_state import forked_torch_seed, kept_generators
-from pardata.step._count import Count, Microbatch, Replicas, Share, positive
+from pardata.step._count import Count, Replicas, positive
 from pardata.step._forward import add_zeros, forward_of
 from pardata.step._microbatch_seed import count_run, microbatch_seed
+from pardata.step._share import Microbatch, Share
 from pardata.step._step import Step, forbidden_in, known_metrics
 from pardata.step._tally import Tally, checked, wide
 from pardata.step._terms import with_one_loss
@@ -31,8 +31,7 @@ from pardata.strategies._known import strategy_and_layer
 _log = get_logger(__name__)
 
 _Metrics = TypeVar("_Metrics")
-# A loss, or the terms of one by name.
-Loss: TypeAlias = Tensor | Mapping[str, Tensor]
+Loss: TypeAlias = Tensor | Mapping[str, Tensor]  # or its terms by name
 LossFn: TypeAlias = Callable[[nn.Module, Any], Any]
 
 # The models that were found to be in order in a process that is alone: each is looked at once.
@@ -96,9 +95,8 @@ def backward(
 
     Collective, except under ``"none"`` and ``"dp"``. In a single process it is gradient
     accumulation. In a model's first step `backward` warns if all ranks have the same samples, as
-    they have with a plain ``DataLoader``. Loss, counts and metrics travel in one small collective
-    after the backward, under ``"ddp"`` together with the gradients of a small model. No GPU is
-    waited for.
+    they have with a plain ``DataLoader``. Loss, counts and metrics travel after the backward, or
+    with a small model's gradients. No GPU is waited for.
 
     Args:
         model: what `wrap_model` returned. The loss must train nothing else. If `loss_fn` runs other
@@ -209,9 +207,12 @@ def _alone(
     aside = GradientsAside(parameters_of(model))
     with aside, forked_torch_seed(microbatch_seed(batch, first)):
         with forbidden_in(batch, is_even=True):
-            returned = loss_fn(model, microbatch)
-        if share is not None:
-            returned = with_one_loss(returned, share.microbatches[0], share)
+            if share is None:
+                returned = loss_fn(model, microbatch)
+            else:
+                with forward_of(model) as outputs:
+                    returned = loss_fn(model, microbatch)
+                returned = with_one_loss(returned, share.microbatches[0], share, outputs)
         if not isinstance(returned, Tensor):
             tally = Tally(known_metrics(model))
             loss = tally.add(returned, 1, microbatch)
@@ -253,9 +254,9 @@ def _check_batch_norms(step: Step, batch: Any) -> None:
 
 def _run(step: Step, model: nn.Module, loss_fn: LossFn, microbatch: Microbatch) -> None:
     """Run forward and backward of a microbatch that counts."""
-    with forward_of(model), step.running():
+    with forward_of(model) as outputs, step.running():
         returned = loss_fn(model, microbatch.data)
-    returned = with_one_loss(returned, microbatch, step.share)
+    returned = with_one_loss(returned, microbatch, step.share, outputs)
     loss = step.tally.add(returned, microbatch.count, microbatch.data)
     step.check(loss)
     part = microbatch.count / step.share.expected()
@@ -272,10 +273,9 @@ def _run_placeholder(
     # Statistics over all ranks are made of what counts nothing too, and have a gradient by it.
     shared = [norm for norm in synchronised(module) if norm.training]
     others = (part for part in module.modules() if part not in shared)
-    outputs: list[Tensor] = []
     # The backward too: parts that are checkpointed run again in it.
     with KeptBuffers(others), kept_generators():
-        with forward_of(model, lambda out: outputs.extend(tensors_of(out))), step.running():
+        with forward_of(model) as outputs, step.running():
             returned = loss_fn(model, placeholder.data)
         returned = with_one_loss(returned, placeholder, step.share)
         loss = step.tally.add(returned, 0, placeholder.data)

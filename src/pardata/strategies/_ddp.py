@@ -20,8 +20,8 @@ from pardata.model._buffers import broadcast
 from pardata.model._compiled import uncompiled
 from pardata.model._modules import name_of, parameters_of
 from pardata.model._read_through import ReadThrough, refusing_forwards
-from pardata.step._count import Microbatch
 from pardata.step._guests import Guests, role_of
+from pardata.step._share import Microbatch
 from pardata.step._step import SEEN, SharedStep
 from pardata.strategies._compare_gradients import compare_gradients
 from pardata.strategies._ddp_reducer import ReducedParameters, reset_reducer

@@ -24,8 +24,8 @@ from pardata.model._modules import parameters_of
 from pardata.model._sharding import forget_step, place, reshard, shard_again
 from pardata.model._state_dict import load_sharded
 from pardata.model._unwrap import ShardedModule, unwrap
-from pardata.step._count import Microbatch
 from pardata.step._guests import Guests, role_of
+from pardata.step._share import Microbatch
 from pardata.step._step import SharedStep
 from pardata.store._consensus import Facts
 from pardata.strategies._blocks import blocks_of, size_of

@@ -16,9 +16,10 @@ from pardata.model._before import GradientsAside
 from pardata.model._modules import parameters_of
 from pardata.rng._rng_state import Kept, default_generators, seed_generators
 from pardata.rng._seeds import mix, run_seed
-from pardata.step._count import Microbatch, started
+from pardata.step._count import started
 from pardata.step._guests import Guests
 from pardata.step._microbatch_seed import microbatch_seed
+from pardata.step._share import Microbatch
 from pardata.step._step import Step
 from pardata.store._remote_error import mark_secondary
 from pardata.strategies.exact._exact_means import Means
@@ -80,6 +81,8 @@ class ExactStep(Step):
         with kept, aside, self._sums, self._guests:
             try:
                 try:
+                    # Here: a rank that fails later has taken part, where fractions are added.
+                    self.share.totals()
                     yield
                 except Exception as error:  # noqa: BLE001  # raised below: the others wait for it
                     failed = _of_compiler(error)

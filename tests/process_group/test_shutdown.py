@@ -1,5 +1,7 @@
 """Who has left the group comes no more: whoever waits for it is told at once."""
 
+import re
+
 from launch_zoo import run_all
 from launched import slurm_variables, torchrun_variables
 
@@ -18,11 +20,13 @@ with pardata.init(timeout=200) as here:
 # Only rank 0 ends the third call, for which the others wait for hours. In the last run it serves
 # the store, which stays until they have ended.
 HAS_LEFT = "rank {} of 3 has left the group: see where its script ends"
+# On a busy machine the third rank may see only later that its connection is lost.
+NOT_COME = r"(rank {0}|ranks {0}, \d) of 3 did not come"
 RUNS = [
     ("barrier('end')", 0, "end", torchrun_variables, HAS_LEFT),
     ("barrier('end')", 2, "exit", torchrun_variables, HAS_LEFT),
     ("rank_zero_call(max)", 0, "exit", torchrun_variables, HAS_LEFT),
-    ("all_reduce_sum(1)", 0, "exit", slurm_variables, "rank {} of 3 did not come"),
+    ("all_reduce_sum(1)", 0, "exit", slurm_variables, NOT_COME),
 ]
 
 
@@ -37,7 +41,7 @@ def test_who_waits_for_a_rank_that_has_ended_well_is_told_at_once(programs, tmp_
             assert code == int(rank != bad), text
             if rank != bad:
                 assert f"`{call.removesuffix('(1)')}`" in text
-                assert says.format(bad) in text
+                assert re.search(says.format(bad), text), text
 
 
 CAUGHT = """

@@ -9,6 +9,7 @@ import copy
 import itertools
 import random
 import warnings
+import weakref
 from dataclasses import dataclass
 from functools import partial
 
@@ -767,3 +768,29 @@ def _as_often_as_the_rank():
 
 def test_ranks_may_run_the_model_unequally_often_in_a_step():
     run(_as_often_as_the_rank, world_size=2, timeout=20)
+
+
+# Memory
+
+
+def _outputs_in_the_backward(strategy, terms):
+    """Return, for each step, whether what the model has returned still lives in the backward."""
+    model, alive = wrap_model(network(), strategy), []
+
+    def loss_fn(model, batch):
+        outputs = model(batch[0])
+        output = weakref.ref(outputs)
+        loss = F.cross_entropy(outputs, batch[1].argmax(1))  # its backward does not need them
+        loss.register_hook(lambda _: alive.append(output() is not None))
+        return {"it": loss} if terms else loss
+
+    count = (lambda batch: {"it": len(batch[0])}) if terms else None
+    for _ in range(3):
+        backward(model, loss_fn, pieces((3,))[0], count=count)
+    return alive
+
+
+@pytest.mark.parametrize("terms", [False, True])
+@pytest.mark.parametrize(("strategy", "size"), [("none", 1), ("ddp", 2), ("fsdp", 2)])
+def test_what_the_model_returns_does_not_live_through_the_backward(strategy, size, terms):
+    assert run(_outputs_in_the_backward, strategy, terms, world_size=size) == [[False] * 3] * size

@@ -12,8 +12,10 @@ from pardata.data._batch_parts import tensors_of
 
 
 @contextmanager
-def forward_of(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Yield a list that gets the tensors which training forwards of `model` in this block return.
+def forward_of(model: nn.Module, *, keeps: bool) -> Iterator[list[Tensor]]:
+    """Yield a list of the tensors that training forwards of `model` in this block return.
+
+    It is empty unless it `keeps` them.
 
     Raises:
         RuntimeError: where there was none.
@@ -24,7 +26,7 @@ def forward_of(model: nn.Module) -> Iterator[list[Tensor]]:
         nonlocal ran
         if torch.is_grad_enabled():
             ran = True
-            outputs.extend(tensors_of(output))
+            outputs.extend(tensors_of(output) if keeps else ())
 
     hook = model.register_forward_hook(note)
     try:

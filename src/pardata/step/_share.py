@@ -24,6 +24,11 @@ class Microbatch:
     number: int = -1
     counts: Counts = field(default_factory=dict)
 
+    @property
+    def has_terms(self) -> bool:
+        """Whether `count` returned a dict for it."""
+        return len(self.counts) > 1
+
 
 class Share(NamedTuple):
     """The microbatches that this rank runs in a step.

@@ -1,6 +1,6 @@
 """A loss of several terms, each of which is a mean over another count."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -10,7 +10,7 @@ from pardata.step._tally import checked
 
 
 def with_one_loss(
-    returned: Any, microbatch: Microbatch, share: Share, outputs: Sequence[Tensor] = ()
+    returned: Any, microbatch: Microbatch, share: Share, outputs: list[Tensor]
 ) -> Any:
     """Return what `loss_fn` returned, where `count` returns a dict with the sum of its terms.
 
@@ -21,8 +21,11 @@ def with_one_loss(
         returned: by `loss_fn`.
         microbatch: for which.
         share: with the counts of the step.
-        outputs: the tensors that the model has returned.
+        outputs: the tensors that the model has returned. The list is emptied, so that they do not
+            live through the backward.
     """
+    kept = outputs.copy()
+    outputs.clear()
     totals = {name: total for name, total in share.totals().items() if name}
     if not totals:
         return returned
@@ -41,7 +44,7 @@ def with_one_loss(
         weights = {name: microbatch.counts[name] / totals[name] / part for name in counted}
         # 0 times NaN is NaN: a term that counts nothing is left out. In its place stand zeros of
         # what the model returns: DDP waits for the gradients of all that is trained.
-        zeros = [(out.nan_to_num(0, 0, 0) * 0).sum() for out in outputs if out.requires_grad]
+        zeros = [(out.nan_to_num(0, 0, 0) * 0).sum() for out in kept if out.requires_grad]
         left_out = zeros if len(counted) < len(totals) else []
         loss: Any = sum([losses[name] * weights[name] for name in counted] + left_out)
     else:  # its backward adds zeros alone

@@ -210,7 +210,7 @@ def _alone(
             if share is None:
                 returned = loss_fn(model, microbatch)
             else:
-                with forward_of(model) as outputs:
+                with forward_of(model, keeps=True) as outputs:
                     returned = loss_fn(model, microbatch)
                 returned = with_one_loss(returned, share.microbatches[0], share, outputs)
         if not isinstance(returned, Tensor):
@@ -254,7 +254,7 @@ def _check_batch_norms(step: Step, batch: Any) -> None:
 
 def _run(step: Step, model: nn.Module, loss_fn: LossFn, microbatch: Microbatch) -> None:
     """Run forward and backward of a microbatch that counts."""
-    with forward_of(model) as outputs, step.running():
+    with forward_of(model, keeps=microbatch.has_terms) as outputs, step.running():
         returned = loss_fn(model, microbatch.data)
     returned = with_one_loss(returned, microbatch, step.share, outputs)
     loss = step.tally.add(returned, microbatch.count, microbatch.data)
@@ -275,9 +275,9 @@ def _run_placeholder(
     others = (part for part in module.modules() if part not in shared)
     # The backward too: parts that are checkpointed run again in it.
     with KeptBuffers(others), kept_generators():
-        with forward_of(model) as outputs, step.running():
+        with forward_of(model, keeps=True) as outputs, step.running():
             returned = loss_fn(model, placeholder.data)
-        returned = with_one_loss(returned, placeholder, step.share)
+        returned = with_one_loss(returned, placeholder, step.share, [])
         loss = step.tally.add(returned, 0, placeholder.data)
         step.check(loss)
         step.share.expected()  # raises where the others do

@@ -29,7 +29,7 @@ FILES = {
 }
 TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 LONGEST_FILE, LONGEST_FUNCTION = 300, 40
-MOST_LINES = 10_001  # of all of the source: 7,800 is the aim
+MOST_LINES = 10_001  # of all of the source: 7,800 is the aim, and this number may only fall
 
 
 def imported(name):
@@ -56,14 +56,14 @@ def package(name):
     return parts[1] if len(parts) > 1 and parts[1] in ORDER else None
 
 
-def test_the_rooms_are_these():
+def test_the_packages_are_these():
     folders = {path.name for path in SOURCE.iterdir() if (path / "__init__.py").exists()}
     assert folders == set(ORDER)
     assert {path.stem for path in SOURCE.glob("*.py")} == {"__init__", "__main__", *TOP}
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if package(name)])
-def test_a_file_knows_only_its_own_room_and_rooms_before_it(name):
+def test_a_file_knows_only_its_own_package_and_those_before_it(name):
     for other in KNOWS[name]:
         assert other != FACE, f"{name} imports the face of the package"
         own, known = package(name), package(other)
@@ -117,7 +117,7 @@ def test_the_face_takes_its_names_from_the_doors():
     assert {node.module for node in taken} <= doors | {"pardata.environment._version"}
 
 
-def test_files_in_a_room_are_private():
+def test_files_in_a_package_are_private():
     names = [path.stem for path in SOURCE.rglob("*.py") if path.parent != SOURCE]
     assert all(name.startswith("_") for name in names)
     assert all(not KNOWS[f"pardata.{name}"] for name in TOP)
@@ -128,7 +128,7 @@ def test_no_two_files_have_one_name():
     assert len(names) == len(set(names))
 
 
-def test_no_room_has_the_name_of_a_public_function():
+def test_no_package_has_the_name_of_a_public_function():
     assert not set(ORDER) & set(pardata.__all__)
 
 

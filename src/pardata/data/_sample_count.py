@@ -115,7 +115,8 @@ def samples_of(batch: Any, read: int | None = None) -> int:
         if shown is None:
             raise TypeError(
                 f"`batch` must tell how many samples it has, by the rows of a tensor or the items "
-                f"of a list, but this {type(batch).__name__} does not: pass `count`"
+                f"of a list, but this {type(batch).__name__} does not: pass `count`, or "
+                f"make it a dict whose first tensor has a row for each sample"
             )
         return shown
     if shown not in (read, None) and not (is_list(batch) and len(batch) == read):

@@ -52,7 +52,7 @@ class Replicas:
         self.layer: Any = layer
 
 
-class Told:
+class StepCounts:
     """What `count` returns for the microbatches here, and its sums over those of all ranks.
 
     Args:

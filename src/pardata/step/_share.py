@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from pardata.data._microbatches import Microbatches
 from pardata.data._sample_count import samples_of
-from pardata.step._count import Count, Counts, Replicas, Told, positive
+from pardata.step._count import Count, Counts, Replicas, StepCounts, positive
 
 _USUAL = "_pardata_usual_count"  # set on the layer of a model that shows its strategy
 
@@ -24,11 +24,6 @@ class Microbatch:
     number: int = -1
     counts: Counts = field(default_factory=dict)
 
-    @property
-    def has_terms(self) -> bool:
-        """Whether `count` returned a dict for it."""
-        return len(self.counts) > 1
-
 
 class Share(NamedTuple):
     """The microbatches that this rank runs in a step.
@@ -37,8 +32,8 @@ class Share(NamedTuple):
         microbatches: what is run, in this order.
         most: the microbatches of the rank that has most.
         totals: returns what the microbatches of all ranks count, the same on all ranks, by name;
-            see `Told`. It goes by the plan or, without one, by the model's first such step. It
-            raises, on every rank, if a `count` failed, or all counts are 0.
+            see `StepCounts`. It goes by the plan or, without one, by the model's first such step.
+            It raises, on every rank, if a `count` failed, or all counts are 0.
         left_out: whether fewer samples are here than planned.
     """
 
@@ -67,13 +62,12 @@ class Share(NamedTuple):
             counts = [*map(samples_of, held, planned)]
             totals = _known(sum(counts if replicas.size == 1 else batch.counts))
             own = list(map(Microbatch, held, counts, batch.numbers))
-            left_out = counts != planned
         else:
-            told = Told(count, held, planned, batch.placeholder)
-            totals = told.start(replicas, batch.numbers, len(batch.counts))
-            both = zip(held, told.rows, batch.numbers, strict=True)
+            counted = StepCounts(count, held, planned, batch.placeholder)
+            totals = counted.start(replicas, batch.numbers, len(batch.counts))
+            both = zip(held, counted.rows, batch.numbers, strict=True)
             own = [Microbatch(data, row[""], number, row) for data, row, number in both]
-            left_out = False
+        left_out = count is None and [one.count for one in own] != planned
         most = -(-len(batch.counts) // replicas.size)
         wanted = max(replicas.least, most if replicas.equally_many else 0)
         if len(own) < wanted and batch.placeholder is None:
@@ -96,14 +90,14 @@ class Share(NamedTuple):
             own = samples_of(batch)
             known = _known(own if usual is None or replicas.size == 1 else usual)
             return cls([Microbatch(batch, own, 0)], 1, known)
-        told = Told(count or samples_of, [batch], [None])
-        totals = told.start(replicas, range(1), 1)
+        counted = StepCounts(count or samples_of, [batch], [None])
+        totals = counted.start(replicas, range(1), 1)
 
         def remembered() -> Counts:
             vars(replicas.layer)[_USUAL] = totals()[""]
             return totals()
 
-        one = Microbatch(batch, told.rows[0][""], 0, told.rows[0])
+        one = Microbatch(batch, counted.rows[0][""], 0, counted.rows[0])
         return cls([one], 1, remembered if count is None else totals)
 
 

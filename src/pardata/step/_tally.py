@@ -187,8 +187,7 @@ class Tally:
         return sum(rows[1:], rows[0]) if rows else torch.zeros_like(self._vector(*self._seen[0]))
 
     def _flat(self, leaf: Leaf) -> Tensor:
-        device = self._first()[0].device
-        dtype = widest_float_dtype(device)
+        dtype = widest_float_dtype(device := self._first()[0].device)
         if isinstance(leaf, Tensor):
             flat = leaf.detach().reshape(-1).to(dtype)
             if flat.is_cpu and has_streams(device):  # so that nobody waits for the copy

@@ -39,14 +39,13 @@ def with_one_loss(
         )
     losses = {name: checked(terms[name]) for name in totals}
     if microbatch.count:
-        part = microbatch.count / share.expected()
-        counted = [name for name in totals if microbatch.counts[name]]
-        weights = {name: microbatch.counts[name] / totals[name] / part for name in counted}
+        part, own = microbatch.count / share.expected(), microbatch.counts
         # 0 times NaN is NaN: a term that counts nothing is left out. In its place stand zeros of
         # what the model returns: DDP waits for the gradients of all that is trained.
-        zeros = [(out.nan_to_num(0, 0, 0) * 0).sum() for out in kept if out.requires_grad]
-        left_out = zeros if len(counted) < len(totals) else []
-        loss: Any = sum([losses[name] * weights[name] for name in counted] + left_out)
+        counted = [losses[name] * (own[name] / totals[name] / part) for name in totals if own[name]]
+        seen = kept if len(counted) < len(totals) else []
+        zeros = [(out.nan_to_num(0, 0, 0) * 0).sum() for out in seen if out.requires_grad]
+        loss: Any = sum([*counted, *zeros])
     else:  # its backward adds zeros alone
         loss = sum(losses.values())
     return (loss, returned[1]) if has_metrics else loss

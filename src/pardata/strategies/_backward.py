@@ -254,7 +254,7 @@ def _check_batch_norms(step: Step, batch: Any) -> None:
 
 def _run(step: Step, model: nn.Module, loss_fn: LossFn, microbatch: Microbatch) -> None:
     """Run forward and backward of a microbatch that counts."""
-    with forward_of(model, keeps=microbatch.has_terms) as outputs, step.running():
+    with forward_of(model, keeps=len(microbatch.counts) > 1) as outputs, step.running():
         returned = loss_fn(model, microbatch.data)
     returned = with_one_loss(returned, microbatch, step.share, outputs)
     loss = step.tally.add(returned, microbatch.count, microbatch.data)

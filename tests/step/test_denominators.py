@@ -132,6 +132,50 @@ def test_under_exact_fractions_are_the_same_bits_at_every_size(loss_fn, count):
     assert len(texts) == 1
 
 
+def by_tenths():
+    """Return the bits of a step whose counts have another sum in another order: 0.1, 0.2, 0.3."""
+    model, tenths = wrap_model(network(), "exact"), {1: 0.1, 2: 0.2, 4: 0.3}
+    loss = backward(model, weighted, cut(pieces((1, 2, 4))), count=lambda b: tenths[len(b[0])])
+    return loss.item().hex(), [gradient.tolist() for gradient in gradients(model)]
+
+
+def test_under_exact_a_sum_of_fractions_is_rounded_once():
+    assert math.fsum([0.1, 0.2]) + 0.3 != math.fsum([0.1, 0.2, 0.3])
+    found = [told for size in (1, 2, 3) for told in run(by_tenths, world_size=size)]
+    assert found == [found[0]] * len(found)
+
+
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, rows):
+        return {"one": self.one(rows), "other": self.other(rows)}
+
+
+def a_head_for_each():
+    """Return the gradients of two heads, one of which counts only what one rank has."""
+    model = wrap_model(network(TwoHeads), "ddp")
+    rows = rows_of(3)[0] if world().rank == 0 else -rows_of(3)[0].abs()
+
+    def loss_fn(model, rows):
+        found, chosen = model(rows), rows[:, 0] > 0
+        return {"one": found["one"].mean(), "other": found["other"][chosen].mean()}
+
+    for _ in range(2):
+        model.zero_grad()
+        backward(model, loss_fn, rows, count=lambda b: {"one": 3, "other": (b[:, 0] > 0).sum()})
+    chosen = rows_of(3)[0][rows_of(3)[0][:, 0] > 0]
+    wanted = network(TwoHeads)
+    wanted(chosen)["other"].mean().backward()
+    return off(gradients(model)[2:], gradients(wanted)[2:])
+
+
+def test_a_head_that_counts_nothing_on_one_rank_is_trained_by_the_other_alone():
+    assert max(run(a_head_for_each, world_size=2)) < CLOSE
+
+
 def test_a_mean_is_no_mean_of_means():
     """Of microbatches of unlike numbers, in one process; the loss alone has the other weights."""
     batch = cut(pieces((1, 4)))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from logged import log_of
 from on_ranks import run
 from PIL import Image
-from torch.utils.data import ConcatDataset, Subset
+from torch.utils.data import Subset
 
 from pardata import CachedDataset, cache_dataset, make_loader
 
@@ -113,25 +113,6 @@ def test_collate_fn_gets_the_samples_read_by_whole_batches(tmp_path, monkeypatch
             found = chain.from_iterable(loader)
             found = [*chain.from_iterable(found)] if options else [*found]
             assert equal(found, [unlike(i) for i in numbers])
-
-
-def test_parts_of_several_caches_are_put_together(tmp_path):
-    texts = [[1, 2], [3], []], [[4], [5, 6]], [[7, 8, 9], [0] * 3]
-    data = ConcatDataset(
-        [
-            cache_dataset([(text, n) for text in own], tmp_path / str(n))
-            for n, own in enumerate(texts[:2])
-        ]
-    )
-    order = [4, 0, 2, 3, 1]
-    ((tokens, whose),) = batches(Subset(data, order), 5)
-    assert [text.tolist() for text in tokens] == [[5, 6], [1, 2], [], [4], [3]]
-    assert whose.tolist() == [1, 0, 0, 1, 0]
-    # A list beside a tensor: of one cache the shapes differ, of the other they do not.
-    same = cache_dataset([torch.ones(2)] * 2, tmp_path / "same")
-    other = cache_dataset([torch.zeros(n) for n in range(2)], tmp_path / "other")
-    ((mixed),) = batches(ConcatDataset([same, other]), 4)
-    assert [part.tolist() for part in mixed] == [[1, 1], [1, 1], [], [0]]
 
 
 def _shares(directory):

@@ -5,7 +5,6 @@ import tempfile
 
 import torch
 from torch.utils.data import (
-    ConcatDataset,
     Dataset,
     IterableDataset,
     RandomSampler,
@@ -133,15 +132,9 @@ def shrunk():
     list(loader)
 
 
-def unlike_columns():
-    numbers = torch.arange(4)
-    return ConcatDataset([TensorDataset(numbers), TensorDataset(numbers, numbers)])
-
-
 LABELS = {
     "a dataset that has grown since its loader was made": "grown()",
     "a sampler that shrinks below the batch size": "shrunk()",
-    "a ConcatDataset whose parts have other columns": "epoch_of(unlike_columns(), 8)",
     "a map-style dataset without `__len__`": "make_loader(NoLength(), 4)",
     "a dataset whose `__len__` returns 2.5": "make_loader(OfItself(2.5), 4)",
     "a dataset whose `__len__` returns -1": "make_loader(OfItself(-1), 4)",

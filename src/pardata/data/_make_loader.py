@@ -62,9 +62,8 @@ def make_loader(
     step and any world size.
 
     The loader reads by whole batches if the dataset is a ``TensorDataset``, what `cache_dataset`
-    returns, a ``Subset`` or ``ConcatDataset`` of such, or has ``__getitems__``. If
-    ``__getitems__`` returns a list of samples, the loader collates it. It takes a tensor, tuple or
-    dict as the batch itself.
+    returns, a ``Subset`` of such, or has ``__getitems__``. If ``__getitems__`` returns a list of
+    samples, the loader collates it. It takes a tensor, tuple or dict as the batch itself.
 
     Collective: every rank must call it, unless ``distributed=False``. Iterating is collective in
     two cases. Ranks compare the order of a `sampler` at the start of each epoch, and agree on the

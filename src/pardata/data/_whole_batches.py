@@ -4,15 +4,12 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
 
-from pardata._pytree import KeyPath, leaves_with_path, map_with_path
-from pardata.data._batch_parts import Ragged, is_ragged
 from pardata.environment._device import has_streams
 
 # --- looked at: whether a dataset is still what it was, and where tensors are made
@@ -75,10 +72,6 @@ def whole_batch_reader(dataset: Any) -> ReadRows | None:
     if _reads_as(dataset, Subset) and (inner := whole_batch_reader(dataset.dataset)) is not None:
         chosen = torch.as_tensor(dataset.indices, dtype=torch.int64, device="cpu")
         return partial(_chosen, inner, chosen)
-    if _reads_as(dataset, ConcatDataset):
-        readers = [reader for joined in dataset.datasets if (reader := whole_batch_reader(joined))]
-        if len(readers) == len(dataset.datasets):
-            return partial(_joined, readers, dataset.cumulative_sizes)
     return None
 
 
@@ -124,35 +117,6 @@ def _columns(dataset: TensorDataset, indices: Tensor) -> Any:
 
 def _chosen(inner: ReadRows, chosen: Tensor, indices: Tensor) -> Any:
     return inner(chosen[indices])
-
-
-def _joined(readers: list[ReadRows], ends: list[int], indices: Tensor) -> Any:
-    indices = _from_the_front(indices, ends[-1])
-    parts, places = [], []
-    owners = torch.bucketize(indices, torch.tensor(ends, device="cpu"), right=True)
-    for number in owners.unique().tolist():
-        rows = (owners == number).nonzero()[:, 0]
-        start = ends[number - 1] if number else 0
-        parts.append(readers[number](indices[rows] - start))
-        places.append(rows)
-    if len(parts) == 1:
-        return parts[0]
-    columns, order = (
-        [dict(leaves_with_path(one, is_leaf=is_ragged)) for one in parts],
-        torch.cat(places),
-    )
-    if any(column.keys() != columns[0].keys() for column in columns):
-        raise ValueError("the datasets of a ConcatDataset must return the same parts, but differ")
-    order = order.argsort()
-
-    def put_together(path: KeyPath, _: Any) -> Any:
-        parts_of_column = [column[path] for column in columns]
-        if not any(map(is_ragged, parts_of_column)):
-            return rows_of(torch.cat(parts_of_column), order)
-        rows = [*chain.from_iterable(parts_of_column)]
-        return Ragged(rows[i] for i in order.tolist())
-
-    return map_with_path(parts[0], put_together, is_leaf=is_ragged)
 
 
 def _from_the_front(indices: Tensor, length: int) -> Tensor:

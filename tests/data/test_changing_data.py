@@ -230,7 +230,7 @@ def test_a_sampler_without_a_length_must_end(monkeypatch):
 
 
 def test_an_empty_dataset_is_warned_about():
-    with log_of("pardata.data._loader_arguments") as log:
+    with log_of("pardata.data._config") as log:
         assert list(make_loader([], 2, num_workers=0)) == []
     text = "the list is empty, so that its loader has no steps: look at where it reads from"
     assert log.lines == [text]

@@ -70,19 +70,19 @@ MUTATIONS = {
         f"{PREFETCHING} -k has_one_stream",
     ),
     "a loop that has no workers pins nothing": Mutation(
-        "data/_loader_arguments.py",
+        "data/_config.py",
         "return options, ours",
         "return options, False",
         f"{PREFETCHING} -k are_pinned",
     ),
     "batches of workers are not pinned": Mutation(
-        "data/_loader_arguments.py",
+        "data/_config.py",
         "pin_memory=pin_memory and not ours",
         "pin_memory=False",
         f"{PREFETCHING} -k are_pinned",
     ),
     "nobody pins what nobody is told to": Mutation(
-        "data/_loader_arguments.py",
+        "data/_config.py",
         "has_streams(device) if given.pin_memory is None",
         "False if given.pin_memory is None",
         f"{TRAINING} -k 'readmes_loop and bare'",

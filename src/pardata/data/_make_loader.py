@@ -3,23 +3,21 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from multiprocessing.context import BaseContext
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
+from pardata.data._config import LoaderConfig, ResolvedConfig, resolve
 from pardata.data._loader import Loader, Parts
-from pardata.data._loader_arguments import agreed
 from pardata.data._order import Requests
 from pardata.data._own_generators import own_generators
 from pardata.data._placement import Placement
 from pardata.data._position import Recipe
 from pardata.data._reader import Collation, Reader, Seeds
-from pardata.data._settings import Arguments, Settings
 from pardata.data._stream import Stream
 from pardata.data._streamed import Streamed
-from pardata.data._workers import Source
+from pardata.data._workers import DataLoaderOptions, Source
 from pardata.environment._logger import get_logger
 from pardata.rng._seeds import default_seed, take_number
 
@@ -44,12 +42,7 @@ def make_loader(
     batch_transform: Callable[[Any], Any] | None = None,
     prefetch: int = 1,
     collate_fn: Callable[[list[Any]], Any] | None = None,
-    pin_memory: bool | None = None,
-    timeout: float = 0,
-    worker_init_fn: Callable[[int], None] | None = None,
-    multiprocessing_context: BaseContext | str | None = None,
-    prefetch_factor: int | None = None,
-    persistent_workers: bool | None = None,
+    **options: Unpack[DataLoaderOptions],
 ) -> Loader:
     """Return a loader of this rank's share of each *global* batch of `batch_size` samples.
 
@@ -114,13 +107,9 @@ def make_loader(
             stream of their own. 0 is none.
         collate_fn: as in ``DataLoader``. A StopIteration in any function that you pass is an error.
             Samples that are None count nothing: it must leave them out.
-        pin_memory: as in ``DataLoader``, but what is on a GPU already stays there. ``None`` pins if
-            batches go to a GPU.
-        timeout: as in ``DataLoader``.
-        worker_init_fn: as in ``DataLoader``.
-        multiprocessing_context: as in ``DataLoader``.
-        prefetch_factor: as in ``DataLoader``.
-        persistent_workers: as in ``DataLoader``; ``None`` keeps workers across epochs.
+        options: for the ``DataLoader``: `pin_memory`, `timeout`, `worker_init_fn`,
+            `multiprocessing_context`, `prefetch_factor` and `persistent_workers`. By default
+            batches that go to a GPU are pinned, and workers are kept across epochs.
 
     Raises:
         TypeError: the dataset cannot be indexed, or a size is no integer.
@@ -135,14 +124,14 @@ def make_loader(
     >>> [batch.tolist() for (batch,) in make_loader(data, batch_size=2)]
     [[0, 1], [2, 3], [4]]
     """
-    settings = agreed(Arguments(**locals()))
+    settings = resolve(LoaderConfig(**locals()))
     loader = Loader(settings.plan, _parts(settings), partial(_with_seed, settings))
     if settings.numbered is not None:
         take_number(torch.initial_seed(), settings.numbered[1], loader)
     return loader
 
 
-def _parts(settings: Settings) -> Parts:
+def _parts(settings: ResolvedConfig) -> Parts:
     """Return what the arguments, which have been checked and agreed on, describe."""
     given, ranks, plan, workers = settings.given, settings.ranks, settings.plan, settings.workers
     seeds = Seeds(settings.seed, given.reproducible, given.microbatch_size is not None)
@@ -161,7 +150,7 @@ def _parts(settings: Settings) -> Parts:
     return _recipe(settings), source, Placement(*places)
 
 
-def _warn_of_own_generators(given: Arguments) -> None:
+def _warn_of_own_generators(given: LoaderConfig) -> None:
     for name in ("dataset", "collate_fn", "batch_transform"):
         for path in own_generators(name, getattr(given, name)):
             text = (
@@ -171,7 +160,7 @@ def _warn_of_own_generators(given: Arguments) -> None:
             _log.warning(text, path, ranks=[0], once=True)
 
 
-def _with_seed(settings: Settings, seed: Any) -> Parts | None:
+def _with_seed(settings: ResolvedConfig, seed: Any) -> Parts | None:
     """Return the parts with the seed that another loader of this run got, if it got none itself."""
     initial, _ = settings.numbered or (None, 0)
     if initial is None or all(default_seed(initial, number) != seed for number in range(1000)):
@@ -179,7 +168,7 @@ def _with_seed(settings: Settings, seed: Any) -> Parts | None:
     return _parts(replace(settings, seed=seed))
 
 
-def _recipe(settings: Settings) -> Recipe:
+def _recipe(settings: ResolvedConfig) -> Recipe:
     given, plan = settings.given, settings.plan
     facts: dict[str, Any] = {"length": plan.length, "batch_size": given.batch_size}
     facts |= {"microbatch_size": given.microbatch_size, "shuffle": given.shuffle}

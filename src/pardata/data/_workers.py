@@ -3,23 +3,35 @@
 import os
 from collections.abc import Callable, Iterator
 from multiprocessing import util
-from typing import Any
+from multiprocessing.context import BaseContext
+from typing import Any, TypedDict
 
 import torch
 from torch.utils.data import DataLoader
 
 from pardata._validation import check_int
 from pardata.data._position import Position
-from pardata.data._settings import WorkerOptions
 from pardata.data._whole_batches import is_read_whole, on_cpu, outline
 from pardata.data._worker_processes import start_method, started
 from pardata.environment._cpu import cpus_per_rank
+from pardata.environment._device import has_streams
 from pardata.environment._world import World
 from pardata.rng._seeds import mix
 from pardata.store._current_op import FORKED_LOADER, LOADER
 from pardata.store._remote_error import RemoteError
 
 _LONGEST_SOCKET = 107  # characters: `sun_path` of Linux's unix(7), without its last zero
+
+
+class DataLoaderOptions(TypedDict, total=False):
+    """The options that `make_loader` hands on to ``DataLoader`` as they are."""
+
+    pin_memory: bool | None
+    timeout: float
+    worker_init_fn: Callable[[int], None] | None
+    multiprocessing_context: BaseContext | str | None
+    prefetch_factor: int | None
+    persistent_workers: bool | None
 
 
 def choose_workers(num_workers: Any, dataset: Any, here: World) -> int:
@@ -35,6 +47,27 @@ def choose_workers(num_workers: Any, dataset: Any, here: World) -> int:
     if num_workers:
         _check_they_can_send()
     return int(num_workers)
+
+
+def worker_options(
+    num_workers: Any, given: DataLoaderOptions, dataset: Any, here: World, device: torch.device
+) -> tuple[dict[str, Any], bool]:
+    """Return the options of the ``DataLoader``, and whether we pin the batches in its place."""
+    number = choose_workers(num_workers, dataset, here)
+    options: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
+    if number == 0 and num_workers == "auto":
+        # DataLoader refuses these without workers, and "auto" may find none on some ranks only.
+        options = {name: x for name, x in options.items() if name == "pin_memory"}
+    elif number == 0 and options.get("timeout"):
+        raise ValueError(
+            f"`timeout` must be 0 without workers, because it waits for their batches, "
+            f"but is {options['timeout']!r}: leave it out, or pass `num_workers`"
+        )
+    pin_memory = options.pop("pin_memory", has_streams(device))
+    # DataLoader refuses a tensor that is on a GPU already, which none that comes from a worker is.
+    ours = pin_memory and number == 0 and torch.accelerator.is_available()
+    defaults = {"num_workers": number, "persistent_workers": number > 0}
+    return {**defaults, **options, "pin_memory": pin_memory and not ours}, ours
 
 
 def _check_they_can_send() -> None:
@@ -62,7 +95,7 @@ class Source:
         workers: where copies of it read, and what they bring is pinned; None if it reads here.
     """
 
-    def __init__(self, reader: Any, requests: Any, ranks: World, options: WorkerOptions) -> None:
+    def __init__(self, reader: Any, requests: Any, ranks: World, options: dict[str, Any]) -> None:
         self.reader, self.requests = reader, requests
         self._ranks, self._options = ranks, options
         self.digest: str | None = None
@@ -115,7 +148,7 @@ class Source:
         seed = self.reader.collation.seeds.seed
         self.workers.generator.manual_seed(mix(seed, epoch, self._ranks.rank))
         with on_cpu():  # where DataLoader draws the seed of its workers
-            return map(_or_raise, started(self.workers, self._options["worker_init_fn"]))
+            return map(_or_raise, started(self.workers, self._options.get("worker_init_fn")))
 
 
 def _or_raise(fetched: Any) -> Any:

@@ -1,7 +1,8 @@
-"""What make_loader is given: checked once, and found to be the same on every rank."""
+"""The arguments of make_loader: checked, completed, and compared between the ranks."""
 
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
@@ -9,10 +10,9 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from pardata._validation import check_bool, check_int, check_map_style
 from pardata.data._order import length_of
 from pardata.data._plan import Plan, share
-from pardata.data._settings import Arguments, Settings, WorkerOptions
 from pardata.data._uneven_shares import uneven_shares
-from pardata.data._workers import choose_workers
-from pardata.environment._device import checked_device, has_streams
+from pardata.data._workers import DataLoaderOptions, worker_options
+from pardata.environment._device import checked_device
 from pardata.environment._logger import get_logger
 from pardata.environment._world import (
     World,
@@ -31,7 +31,57 @@ _FLAGS = ("shuffle", "sharded", "reproducible")
 _COMPARED = ("batch_size", "microbatch_size", *_FLAGS, "drop_last", "seed", "prefetch")
 
 
-def agreed(given: Arguments) -> Settings:
+@dataclass(frozen=True)
+class LoaderConfig:
+    """The arguments of `make_loader`."""
+
+    dataset: Any
+    batch_size: int | None
+    distributed: bool | Literal["auto"]
+    shuffle: bool
+    drop_last: bool | None
+    microbatch_size: int | None
+    sampler: Any
+    batch_sampler: Iterable[Sequence[Any]] | None
+    sharded: bool
+    num_workers: int | Literal["auto"]
+    seed: int | None
+    reproducible: bool
+    device: torch.device | str | None
+    batch_transform: Callable[[Any], Any] | None
+    prefetch: int
+    collate_fn: Callable[[list[Any]], Any] | None
+    options: DataLoaderOptions
+
+    @property
+    def trains(self) -> bool:
+        """Whether the order says that this may be training."""
+        return bool(self.shuffle) or self.sampler is not None
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """The values that follow from the arguments on this rank.
+
+    Attributes:
+        here: this process, also if nothing is shared out.
+        ranks: those that share each global batch: this one alone if nothing is shared out.
+        pins: whether the batches are pinned here, and not by ``DataLoader``.
+        numbered: PyTorch's initial seed and the loader's number, of which a default seed is made.
+    """
+
+    given: LoaderConfig
+    here: World
+    ranks: World
+    plan: Plan
+    device: torch.device
+    workers: dict[str, Any]
+    pins: bool
+    seed: int
+    numbered: tuple[int, int] | None = None
+
+
+def resolve(given: LoaderConfig) -> ResolvedConfig:
     """Return what follows from the arguments, found to be the same on every rank.
 
     Collective, unless `distributed` is False.
@@ -42,10 +92,10 @@ def agreed(given: Arguments) -> Settings:
     shared = given.distributed is not False
     here = _world_for(given.distributed) if shared else current_world()
     ranks = here if shared else single_world()
-    made: list[Settings] = []
+    made: list[ResolvedConfig] = []
 
     def facts() -> dict[str, object]:
-        made.append(_settings(given, here, ranks))
+        made.append(_resolved(given, here, ranks))
         plan, initial = made[0].plan, torch.initial_seed()
         compared = {"the length": plan.length, **{name: getattr(given, name) for name in _COMPARED}}
         return {**compared, "drop_last": plan.drop_last, "loaders": [initial, next_number(initial)]}
@@ -57,7 +107,7 @@ def agreed(given: Arguments) -> Settings:
         return loaders[0]
 
     initial, number = exchange(store_client(ranks), "make_loader", facts, decide)
-    (settings,) = made
+    settings = made[0]
     _look_at_shares(settings)
     if given.seed is not None:
         return settings
@@ -77,8 +127,10 @@ def _world_for(distributed: object) -> World:
     return here
 
 
-def _settings(given: Arguments, here: World, ranks: World) -> Settings:
+def _resolved(given: LoaderConfig, here: World, ranks: World) -> ResolvedConfig:
     """Return what follows from the arguments, all but a default seed; raise where one is wrong."""
+    if unknown := given.options.keys() - DataLoaderOptions.__annotations__.keys():
+        raise TypeError(f"make_loader() got an unexpected keyword argument {min(unknown)!r}")
     if given.batch_sampler is not None:
         _check_alone(given)
     drop_last = bool(given.shuffle) if given.drop_last is None else given.drop_last
@@ -90,47 +142,18 @@ def _settings(given: Arguments, here: World, ranks: World) -> Settings:
     seed = 0 if given.seed is None else given.seed
     check_int("seed", seed)
     check_int("prefetch", given.prefetch, least=0)
-    for name in ("collate_fn", "batch_transform", "worker_init_fn"):
+    for name in ("collate_fn", "batch_transform"):
         function = getattr(given, name)
         if function is not None and not callable(function):
             raise TypeError(f"`{name}` must be a function, but is {function!r}")
     asked = "cpu" if given.device is None else given.device
     device = here.device if asked == "auto" else checked_device(asked)
-    workers, pins = _workers(given, here, device)
+    workers, pins = worker_options(given.num_workers, given.options, given.dataset, here, device)
     DataLoader(given.dataset, **workers)  # refuses what it does while others listen
-    return Settings(given, here, ranks, plan, device, workers, pins, seed)
+    return ResolvedConfig(given, here, ranks, plan, device, workers, pins, seed)
 
 
-def _workers(given: Arguments, here: World, device: torch.device) -> tuple[WorkerOptions, bool]:
-    """Return how many workers there are and what goes with that, and whether we pin for them."""
-    asked, timeout = given.num_workers, given.timeout
-    number = choose_workers(asked, given.dataset, here)
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:
-        raise ValueError(f"`timeout` must be a number of seconds from 0 up, but is {timeout!r}")
-    if timeout and asked == 0:
-        raise ValueError(
-            f"`timeout` must be 0 without workers, because it waits for their batches, "
-            f"but is {timeout!r}: leave it out, or pass `num_workers`"
-        )
-    pin_memory = has_streams(device) if given.pin_memory is None else given.pin_memory
-    # DataLoader refuses a tensor that is on a GPU already, which none that comes from a worker is.
-    ours = pin_memory and number == 0 and torch.accelerator.is_available()
-    # DataLoader refuses these without workers, and "auto" may find none on some ranks only.
-    is_none = number == 0 and asked == "auto"
-    persistent = number > 0 if given.persistent_workers is None else given.persistent_workers
-    options = WorkerOptions(
-        num_workers=number,
-        pin_memory=pin_memory and not ours,
-        timeout=0 if is_none else timeout,
-        worker_init_fn=given.worker_init_fn,
-        multiprocessing_context=None if is_none else given.multiprocessing_context,
-        prefetch_factor=None if is_none else given.prefetch_factor,
-        persistent_workers=persistent and not is_none,
-    )
-    return options, ours
-
-
-def _check_alone(given: Arguments) -> None:
+def _check_alone(given: LoaderConfig) -> None:
     """Raise where a `batch_sampler` comes with what it replaces."""
     others = {"batch_size": None, "shuffle": False, "sampler": None, "drop_last": None}
     extra = [f"`{name}`" for name, unset in others.items() if getattr(given, name) is not unset]
@@ -141,7 +164,7 @@ def _check_alone(given: Arguments) -> None:
         )
 
 
-def _check_data(given: Arguments) -> None:
+def _check_data(given: LoaderConfig) -> None:
     """Raise where the dataset cannot be read, or not in the order that is asked for."""
     dataset, kind = given.dataset, type(given.dataset).__name__
     if isinstance(dataset, DataLoader):
@@ -165,7 +188,7 @@ def _check_data(given: Arguments) -> None:
         _check_sampler(given)
 
 
-def _check_sampler(given: Arguments) -> None:
+def _check_sampler(given: LoaderConfig) -> None:
     sampler, name = given.sampler, type(given.sampler).__name__
     if isinstance(sampler, DistributedSampler):
         raise ValueError(
@@ -183,11 +206,11 @@ def _check_sampler(given: Arguments) -> None:
         )
 
 
-def _length_of(given: Arguments) -> int | None:
+def _length_of(given: LoaderConfig) -> int | None:
     if given.sharded:
         return None  # what a rank's part says of itself is not the length of the whole
     try:
-        return len(given.dataset)  # type: ignore[arg-type]  # which is what the error is for
+        return len(given.dataset)
     except (TypeError, NotImplementedError) as error:
         if isinstance(error, TypeError) and isinstance(given.dataset, IterableDataset):
             return None  # it may have none
@@ -197,7 +220,7 @@ def _length_of(given: Arguments) -> int | None:
         ) from error
 
 
-def _plan(given: Arguments, ranks: World, *, drop_last: bool) -> Plan:
+def _plan(given: LoaderConfig, ranks: World, *, drop_last: bool) -> Plan:
     """Return the plan; raise where the batch size does not go with the world or the dataset."""
     batch_size, microbatch_size = given.batch_size, given.microbatch_size
     sizes = _length_of(given), batch_size or 0, drop_last, microbatch_size
@@ -228,7 +251,7 @@ def _plan(given: Arguments, ranks: World, *, drop_last: bool) -> Plan:
     return plan
 
 
-def _look_at_shares(settings: Settings) -> None:
+def _look_at_shares(settings: ResolvedConfig) -> None:
     """Say if nothing is read, or ranks idle; note for training steps that shares are uneven."""
     given, plan = settings.given, settings.plan
     batch_size, ranks = given.batch_size, plan.size

@@ -27,10 +27,6 @@ class GradientsAside:
                 self._before.append((parameter, gradient.clone() if shares_memory else gradient))
                 parameter.grad = None
 
-    def trained(self) -> list[nn.Parameter]:
-        """Return which have a gradient now."""
-        return [parameter for parameter in self._parameters if parameter.grad is not None]
-
     def __enter__(self) -> None:
         pass
 

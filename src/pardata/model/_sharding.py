@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pardata.data._batch_parts import tensors_of
 from pardata.model._compiled import uncompiled
 from pardata.model._modules import own_tensors
 
@@ -35,13 +36,13 @@ def place(module: nn.Module, device: torch.device) -> dict[Tensor, Tensor]:
 
 
 @uncompiled
-def shard_again(module: nn.Module, *_: object) -> None:
-    """Shard what a forward without gradients has gathered: a forward hook.
+def shard_again(module: nn.Module, _args: object, output: object) -> None:
+    """Shard what a forward has gathered whose output has no gradient: a forward hook.
 
     PyTorch leaves that to the backward, which does not come. An optimizer made in between would
     have the whole parameters, and train nothing.
     """
-    if not torch.is_grad_enabled():
+    if not any(tensor.requires_grad for tensor in tensors_of(output)):
         reshard(module)
 
 
@@ -59,6 +60,11 @@ def forget_step(module: Any) -> None:
             own.unsharded_accumulated_grad = None
         if hasattr(own, "_unsharded_param"):  # PyTorch's own reset leaves this
             own._unsharded_param.grad = None
+    reset_iter_state(module)
+
+
+def reset_iter_state(module: Any) -> None:
+    """Let the next forward begin anew after one without a backward, or a backward that failed."""
     if not _states(module) or module._get_fsdp_state()._is_root is None:  # nothing has run
         return
     if hasattr(module, "reset_iter_state"):

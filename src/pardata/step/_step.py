@@ -14,12 +14,12 @@ from pardata.collectives._forbidden import forbidding_collectives
 from pardata.data._microbatches import Microbatches
 from pardata.environment._backend import sequence_number
 from pardata.model._before import GradientsAside
+from pardata.model._compiled import uncompiled
 from pardata.model._modules import parameters_of
 from pardata.model._sharding import unsharded
 from pardata.model._unwrap import layers
 from pardata.step._count import Replicas, started
 from pardata.step._forward import leaves_of
-from pardata.step._guests import Guests
 from pardata.step._share import Microbatch, Share
 from pardata.step._tally import Tally
 
@@ -28,6 +28,30 @@ _NOTHING = nullcontext()
 SEEN = "_pardata_trains_alone"
 _METRICS = "_pardata_known_metrics"
 _COMMUNICATES = "_pardata_loss_communicates"
+
+
+# The layers of the models whose steps are under way, of which the innermost is the last.
+_under_way: list[nn.Module] = []
+
+
+@contextmanager
+def under_way(layer: nn.Module) -> Iterator[None]:
+    """Let a step of the model with this layer be under way in the block."""
+    _under_way.append(layer)
+    try:
+        yield
+    finally:
+        _under_way.pop()
+
+
+def model_under_way() -> nn.Module | None:
+    """Return the layer of the model whose step is under way, the innermost one, if any is."""
+    if torch.compiler.is_compiling():
+        return _uncompiled_model_under_way()
+    return _under_way[-1] if _under_way else None
+
+
+_uncompiled_model_under_way = uncompiled(model_under_way)
 
 
 def forbidden_in(batch: Any, *, is_even: bool) -> AbstractContextManager[None]:
@@ -120,8 +144,8 @@ class Step(Replicas):
         """Return how many collectives have started, and what else might have started one."""
         return self._others(), sequence_number(self.group)
 
-    def _others(self) -> tuple[object, ...]:
-        return (Guests.now.number if Guests.now is not None else 0,)
+    def _others(self) -> object:
+        return None
 
     def around(self, microbatch: Microbatch) -> AbstractContextManager[None]:  # noqa: ARG002  # the exact step uses it
         """Return the context of the forward and backward of one microbatch."""
@@ -140,7 +164,13 @@ class Step(Replicas):
         own = {*self.layer.parameters(), *unsharded(self.layer)}
         for leaf in leaves_of(loss):
             if isinstance(leaf, nn.Parameter) and leaf not in own:
-                raise (Guests.now or Guests(self.layer)).error_of(leaf)
+                raise RuntimeError(
+                    f"the loss must train only the model that `backward` gets, but it also trains "
+                    f"a parameter of shape {tuple(leaf.shape)} outside of it, whose gradient no "
+                    f"rank would synchronise: freeze it during this call (requires_grad_(False) "
+                    f"before, requires_grad_(True) after), detach its output, or put both into "
+                    f"one module and wrap that"
+                )
         vars(self.layer)[SEEN] = True
 
     def run(self, loss: Tensor, part: float) -> None:

@@ -102,8 +102,8 @@ def backward(
         model: what `wrap_model` returned. The loss must train nothing else. If `loss_fn` runs other
             models, freeze them, or detach their outputs, or hold all in one module and wrap that.
             For a GAN, call ``discriminator.requires_grad_(False)`` before the generator's step. The
-            buffers of other wrapped models are equal on all ranks after the step. Under
-            ``"exact"`` the step leaves these buffers as they were.
+            step leaves the buffers of other wrapped models as they were. Under ``"fsdp"`` they
+            become those of rank 0.
         loss_fn: runs ``model`` and returns the mean over the samples of the microbatch, a tensor of
             one element. With `count` it is the mean over what that counts: for tokens, the sum of
             their losses divided by their number. It may also return ``(loss, metrics)``. Metrics

@@ -15,14 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 from pardata.data._batch_parts import tensors_of
 from pardata.data._uneven_shares import uneven_shares
 from pardata.model._autograd import after_backward, at_end_of_backward
-from pardata.model._before import GradientsAside
+from pardata.model._before import GradientsAside, KeptBuffers
 from pardata.model._buffers import broadcast
 from pardata.model._compiled import uncompiled
 from pardata.model._modules import name_of, parameters_of
 from pardata.model._read_through import ReadThrough, refusing_forwards
-from pardata.step._guests import Guests, role_of
 from pardata.step._share import Microbatch
-from pardata.step._step import SEEN, SharedStep
+from pardata.step._step import SEEN, SharedStep, model_under_way, under_way
 from pardata.strategies._compare_gradients import compare_gradients
 from pardata.strategies._ddp_reducer import ReducedParameters, reset_reducer
 from pardata.strategies._parcel import Parcel, parcel_for
@@ -48,11 +47,11 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
         PyTorch broadcasts them before the *next* forward, so that healthy ranks differ in between
         and an evaluation communicates. This is the same broadcast, at the other end.
         """
-        role = role_of(self, self._equalise_buffers)
-        if role == "guest" and self.require_backward_grad_sync:
-            with self.no_sync():
-                return self.forward(*inputs, **kwargs)
-        if role == "alone" and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        trained = model_under_way()
+        if trained not in (None, self):
+            return self._forward_in_another_step(*inputs, **kwargs)
+        is_bare = trained is None  # and not called by `backward`
+        if is_bare and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._reduced.check(self)
         self.__dict__["_forward_runs"] = True
         try:
@@ -64,7 +63,7 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
         finally:
             self.__dict__["_forward_runs"] = False
         trains = torch.is_grad_enabled() and self.require_backward_grad_sync
-        if trains and role == "alone":
+        if trains and is_bare:
             self.__dict__["_expects_backward"] = True
             if self._inside.training:
                 uneven_shares.warn()
@@ -72,6 +71,12 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
             if self._has_gradients_to_compare() and not torch.compiler.is_compiling():
                 self._compare_after_backward(output)
         return output
+
+    @uncompiled
+    def _forward_in_another_step(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run in the step of another model: ranks may do so unequally often, so nothing is sent."""
+        with KeptBuffers(self.module.modules()):
+            return self.module(*inputs, **kwargs)
 
     def _equalise_after_backward(self, output: Any) -> None:
         """Equalise the buffers in the backward: a rank may run a forward alone, but not that."""
@@ -235,7 +240,7 @@ class DdpStep(SharedStep):
             )
         shares_memory = self.layer.gradient_as_bucket_view
         aside = GradientsAside(parameters_of(self.module), shares_memory=shares_memory)
-        with aside, Guests(self.layer):
+        with aside, under_way(self.layer):
             with _one_step(self.layer, self.share.most):
                 yield
             self._settle()
@@ -252,8 +257,8 @@ class DdpStep(SharedStep):
                     )
         super().check(loss)
 
-    def _others(self) -> tuple[object, ...]:
-        return self.layer._has_rebuilt_buckets, *super()._others()
+    def _others(self) -> object:
+        return self.layer._has_rebuilt_buckets
 
     def around(self, microbatch: Microbatch) -> AbstractContextManager[None]:
         last = microbatch is self.share.microbatches[-1]

@@ -21,12 +21,11 @@ from pardata.model._before import GradientsAside
 from pardata.model._buffers import average, broadcast, real_buffers
 from pardata.model._compiled import uncompiled
 from pardata.model._modules import parameters_of
-from pardata.model._sharding import forget_step, place, reshard, shard_again
+from pardata.model._sharding import forget_step, place, reset_iter_state, shard_again
 from pardata.model._state_dict import load_sharded
 from pardata.model._unwrap import ShardedModule, unwrap
-from pardata.step._guests import Guests, role_of
 from pardata.step._share import Microbatch
-from pardata.step._step import SharedStep
+from pardata.step._step import SharedStep, model_under_way, under_way
 from pardata.store._consensus import Facts
 from pardata.strategies._blocks import blocks_of, size_of
 from pardata.strategies._old_optimizers import refuse_old_optimizers
@@ -50,8 +49,8 @@ class FsdpStep(SharedStep):
                 f"{type(layer).__name__}: pass what wrap_model(model, 'fsdp') returned"
             )
         super().__init__(model, layer, scaler, batch)
-        # What a forward without a backward has left, as of an evaluation without no_grad().
-        reshard(layer)
+        # After an evaluation without no_grad(), or in another model's step that failed.
+        reset_iter_state(layer)
         for name, parameter in layer.named_parameters():
             mesh = getattr(parameter, "device_mesh", None)
             if mesh is None and parameter.requires_grad:
@@ -70,7 +69,7 @@ class FsdpStep(SharedStep):
     def whole(self) -> Iterator[None]:
         with GradientsAside(parameters_of(self.module)):
             try:
-                with Guests(self.layer):
+                with under_way(self.layer):
                     yield
                     self._settle()
                     if self.size > 1:
@@ -152,7 +151,6 @@ class FsdpStrategy(Strategy):
                 part.register_forward_hook(_refuse_dataclass)
         new = set(module.parameters())
         refuse_old_optimizers(p for one in before if (p := one()) is not None and p not in new)
-        module.register_forward_pre_hook(_note_guest, prepend=True)
         module.register_forward_hook(shard_again)
         if settings.here.size > 1:
             module.register_forward_hook(_equal_buffers)
@@ -224,16 +222,11 @@ def _refuse_dataclass(module: nn.Module, _args: object, output: object) -> None:
 
 
 @uncompiled
-def _note_guest(module: nn.Module, _args: object) -> None:
-    """Let the step of another model know of this one, before it gathers: a forward pre-hook."""
-    role_of(module, lambda: broadcast(module.buffers()))
-
-
-@uncompiled
 def _equal_buffers(module: nn.Module, _args: object, _output: object) -> None:
     """Broadcast rank 0's buffers after a training forward: a forward hook."""
-    role = role_of(module, lambda: None)  # a guest is known from the hook above
-    if role == "alone" and module.training and torch.is_grad_enabled():
+    trained = model_under_way()
+    communicates = torch.is_grad_enabled() if trained is None else trained is not module
+    if communicates and module.training:
         uneven_shares.warn()
         broadcast(module.buffers())
 

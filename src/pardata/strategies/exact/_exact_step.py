@@ -17,10 +17,9 @@ from pardata.model._modules import parameters_of
 from pardata.rng._rng_state import Kept, default_generators, seed_generators
 from pardata.rng._seeds import mix, run_seed
 from pardata.step._count import started
-from pardata.step._guests import Guests
 from pardata.step._microbatch_seed import microbatch_seed
 from pardata.step._share import Microbatch
-from pardata.step._step import Step
+from pardata.step._step import Step, under_way
 from pardata.store._remote_error import mark_secondary
 from pardata.strategies.exact._exact_means import Means
 from pardata.strategies.exact._kernels import refused_kernels
@@ -78,7 +77,7 @@ class ExactStep(Step):
         failed = self._refusal  # also where this rank runs nothing
         # Python's and NumPy's generators are kept once a step: for NumPy that takes 70 µs.
         kept, aside = Kept(default_generators()[:-1]), GradientsAside(parameters_of(self.module))
-        with kept, aside, self._sums, self._guests:
+        with kept, aside, self._sums, under_way(self.layer):
             try:
                 try:
                     # Here: a rank that fails later has taken part, where fractions are added.
@@ -99,8 +98,6 @@ class ExactStep(Step):
                 "whose weights are planned, but `collate_fn` has left some out: pass `count`, to "
                 "tell how many there are"
             )
-        # What a guest does to its buffers depends on who runs which microbatch: that is undone.
-        self._guests = Guests(self.layer, keeps_buffers=True)
         module = self._sums.module
         self._sums.train({n: p for n, p in module.named_parameters() if p.requires_grad})
         counting = (one.number for one in self.share.microbatches if one.count)
@@ -135,7 +132,6 @@ class ExactStep(Step):
         """Seed Python's and NumPy's generators as well as PyTorch's: they show in the last bit."""
         if self._refusal is not None:
             raise self._refusal
-        self._guests.put_back_buffers()
         self._sums.begin(microbatch, last=microbatch is self.share.microbatches[-1])
         seed_generators(microbatch_seed(self.batch, microbatch.number), default_generators()[:-1])
         yield
@@ -179,11 +175,11 @@ class ExactStep(Step):
         if not heard.is_same:
             msg = (
                 f"every rank must be at the same step of the same loader, train the same "
-                f"parameters and have the same seed, but they differ; this one is at step "
-                f"{self.batch.step} of epoch {self.batch.epoch}, trains "
+                f"parameters, have the same buffers and the same seed, but they differ; this one "
+                f"is at step {self.batch.step} of epoch {self.batch.epoch}, trains "
                 f"{len(self._sums.parameters)} parameters and has seed {run_seed.seed}: call "
-                f"backward equally often, freeze the same, and call seed_everything with the same "
-                f"seed, on every rank"
+                f"backward equally often, freeze the same, run batch norm in training mode in "
+                f"`backward` alone, and call seed_everything with the same seed, on every rank"
             )
             raise failed or RuntimeError(msg)
         if heard.has_failed:
@@ -198,8 +194,8 @@ class ExactStep(Step):
         """Return a number that is the same on all ranks which send the same at the same step."""
         batch = self.batch
         step = batch.epoch, batch.step, microbatch_seed(batch)
-        sent = zlib.crc32(repr(self._means.shapes).encode(), self._sums.digest)
-        return mix(batch.seed, *step, *batch.counts, sent) % 2**52
+        model = self._sums.digest, self._means.digest
+        return mix(batch.seed, *step, *batch.counts, *model) % 2**52
 
 
 def _failed_elsewhere() -> RuntimeError:

@@ -22,7 +22,7 @@ from pardata.environment._launchers import MPICH, OPEN_MPI, SLURM, TORCHRUN
 MARKS = {"programs": "programs", "launchers": "launchers", "gpu": "gpu"}
 MARKS |= dict.fromkeys(
     (
-        *("cache", "checkpoint", "collectives", "data", "model", "process_group", "rng", "step"),
+        *("cache", "checkpoint", "collectives", "data", "model", "process_group", "rng"),
         *("store", "strategies"),
     ),
     "oldest",

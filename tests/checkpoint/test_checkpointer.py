@@ -31,7 +31,7 @@ from pardata import (
     world,
 )
 from pardata.checkpoint._files import verified
-from pardata.step._microbatch_seed import _mixed, microbatch_seed
+from pardata.strategies._step import _mixed, microbatch_seed
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 

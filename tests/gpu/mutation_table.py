@@ -184,31 +184,34 @@ MUTATIONS = {
     ),
     # --- gradient and collective: what ranks tell each other in a step
     "what is told with gradients is not pinned": Mutation(
-        "step/_tally.py",
+        "strategies/_step_metrics.py",
         "ends.pin_memory().to(",
         "ends.to(",
         f"{TRAINING} -k 'readmes_loop and plain'",
     ),
     "the host waits for what is told with gradients": Mutation(
-        "step/_tally.py",
+        "strategies/_step_metrics.py",
         "ends.pin_memory().to(values.device, non_blocking=True)",
         "ends.pin_memory().to(values.device)",
         f"{TRAINING} -k 'readmes_loop and plain'",
     ),
     "metrics on the CPU are not pinned": Mutation(
-        "step/_tally.py",
+        "strategies/_step_metrics.py",
         "flat.pin_memory().to(",
         "flat.to(",
         f"{TRAINING} -k metric_on_the_cpu",
     ),
     "the host waits for metrics on the CPU": Mutation(
-        "step/_tally.py",
+        "strategies/_step_metrics.py",
         "flat.pin_memory().to(device, non_blocking=True)",
         "flat.pin_memory().to(device)",
         f"{TRAINING} -k metric_on_the_cpu",
     ),
     "what all ranks count is read before it is there": Mutation(
-        "step/_count.py", "        work.wait()\n", "", f"{TRAINING} -k some_of_the_ranks"
+        "strategies/_loss_weights.py",
+        "        work.wait()\n",
+        "",
+        f"{TRAINING} -k some_of_the_ranks",
     ),
     "what a rank adds under exact is read before it is there": Mutation(
         "strategies/exact/_ordered_sum.py",
@@ -226,7 +229,7 @@ MUTATIONS = {
         "collectives/_fingerprint.py",
         "                work.wait()\n",
         "                pass\n",
-        "tests/step tests/collectives tests/data/test_stream.py",
+        "tests/strategies/test_tally.py tests/collectives tests/data/test_stream.py",
     ),
     "small numbers travel with gradients, on the GPU": Mutation(
         "environment/_world.py",

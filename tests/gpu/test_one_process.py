@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 import pardata
 from pardata.collectives import _fingerprint
 from pardata.environment import _device
-from pardata.step import _tally
+from pardata.strategies import _step_metrics
 
 
 class NoFloat64(TorchDispatchMode):
@@ -38,7 +38,7 @@ def narrow(gpu, hardware, monkeypatch):
     monkeypatch.delattr(torch.sim, "Stream")
     monkeypatch.setitem(dist.Backend.default_device_backend_map, "sim", "gloo")
     monkeypatch.setitem(dist.Backend.backend_capability, "gloo", ["cpu"])
-    for module in (_fingerprint, _tally):
+    for module in (_fingerprint, _step_metrics):
         monkeypatch.setattr(module, "widest_float_dtype", widest_without_float64)
     assert not _device.has_streams(torch.device(gpu))
     return gpu

@@ -30,7 +30,7 @@ from pardata import (
     unwrap,
     wrap_model,
 )
-from pardata.step._tally import Tally
+from pardata.strategies._step_metrics import Tally
 
 ROWS, CLASSES = 14, 3  # shares of two ranks, and microbatches of 3, are uneven
 

@@ -17,7 +17,7 @@ SOURCE = Path(pardata.__file__).parent
 # From the ground up: a package imports only packages that stand before it.
 ORDER = (
     *("store", "environment", "rng", "output", "collectives", "process_group", "data", "cache"),
-    *("model", "step", "strategies", "checkpoint", "testing", "doctor"),
+    *("model", "strategies", "checkpoint", "testing", "doctor"),
 )
 TOP = {"_validation", "_pytree"}  # modules that know no other file, and may be used by all
 EVERYBODYS = {"store"}  # which knows nothing of ranks, and may be used by all

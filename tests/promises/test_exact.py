@@ -20,7 +20,7 @@ import pardata
 from pardata import backward, fingerprint, load_weights, unwrap, world, wrap_model
 from pardata.model._unwrap import Wrapper, layers
 from pardata.strategies.exact._exact import ExactModel
-from pardata.strategies.exact._kernels import kernels
+from pardata.strategies.exact._numerics import kernels
 
 ONLY = r"only `pardata.backward` must run a backward, but `\w*\.?{}` got a gradient from another: "
 CPU = torch.device("cpu")
@@ -357,7 +357,7 @@ def test_ranks_with_other_kernels_are_refused_when_they_wrap():
 
 def probed(**env):
     code = (
-        "import json, torch; from pardata.strategies.exact._kernels import kernels; "
+        "import json, torch; from pardata.strategies.exact._numerics import kernels; "
         "torch.set_num_threads(1); "
         "print(json.dumps(kernels(torch.device('cpu'))))"
     )

@@ -3,7 +3,7 @@
 import pytest
 from torch import nn, optim
 
-from pardata.strategies._old_optimizers import refuse_old_optimizers
+from pardata.strategies._fsdp import refuse_old_optimizers
 
 
 def test_each_step_of_an_old_optimizer_is_refused_also_if_it_has_stepped_before():

@@ -1,7 +1,8 @@
 """How replicas are kept equal: one file each, called as the user calls it."""
 
 from pardata.strategies._backward import backward
+from pardata.strategies._mean import Mean
 from pardata.strategies._weights import check_in_sync, fingerprint, load_weights
 from pardata.strategies._wrap_model import wrap_model
 
-__all__ = ["backward", "check_in_sync", "fingerprint", "load_weights", "wrap_model"]
+__all__ = ["Mean", "backward", "check_in_sync", "fingerprint", "load_weights", "wrap_model"]

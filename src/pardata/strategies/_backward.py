@@ -18,15 +18,12 @@ from pardata.model._before import GradientsAside, KeptBuffers
 from pardata.model._modules import parameters_of
 from pardata.model._unwrap import is_parallel
 from pardata.rng._rng_state import forked_torch_seed, kept_generators
-from pardata.step._count import Count, Replicas, positive
-from pardata.step._forward import add_zeros, forward_of
-from pardata.step._microbatch_seed import count_run, microbatch_seed
-from pardata.step._share import Microbatch, Share
-from pardata.step._step import Step, forbidden_in, known_metrics
-from pardata.step._tally import Tally, checked, wide
-from pardata.step._terms import with_one_loss
 from pardata.store._current_op import current_op
+from pardata.strategies._forward import add_zeros, forward_of, with_one_loss
 from pardata.strategies._known import strategy_and_layer
+from pardata.strategies._loss_weights import Count, Microbatch, Replicas, Share, positive
+from pardata.strategies._step import Step, count_run, forbidden_in, known_metrics, microbatch_seed
+from pardata.strategies._step_metrics import Tally, checked, wide
 
 _log = get_logger(__name__)
 

@@ -20,11 +20,15 @@ from pardata.model._buffers import broadcast
 from pardata.model._compiled import uncompiled
 from pardata.model._modules import name_of, parameters_of
 from pardata.model._read_through import ReadThrough, refusing_forwards
-from pardata.step._share import Microbatch
-from pardata.step._step import SEEN, SharedStep, model_under_way, under_way
-from pardata.strategies._compare_gradients import compare_gradients
-from pardata.strategies._ddp_reducer import ReducedParameters, reset_reducer
-from pardata.strategies._parcel import Parcel, parcel_for
+from pardata.strategies._ddp_reducer import (
+    Parcel,
+    ReducedParameters,
+    compare_gradients,
+    parcel_for,
+    reset_reducer,
+)
+from pardata.strategies._loss_weights import Microbatch
+from pardata.strategies._step import SEEN, SharedStep, model_under_way, under_way
 from pardata.strategies._strategy import Settings, Strategy
 
 # ruff: noqa: SLF001  # DDP's methods that a subclass may only have under private names, and our own

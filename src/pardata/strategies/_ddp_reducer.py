@@ -1,6 +1,7 @@
-"""DDP's reducer: the parameters that it was made for, and a new one after a failed backward."""
+"""DDP's reducer: its parameters, the numbers that travel with its buckets, equal gradients."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -8,6 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from pardata.collectives._comm_errors import explain_comm_errors
+from pardata.collectives._fingerprint import fingerprint_slots, fingerprints_match
 from pardata.model._modules import name_of, parameters_of
 
 # ruff: noqa: SLF001  # a public way to begin anew after an error: pytorch/pytorch#114194
@@ -125,3 +128,115 @@ def _renew_reducer(model: Any) -> None:
     model.__dict__.pop("_parcel", None)  # it is registered with the old one
     for hook, state in model._comm_hooks:
         register_hook(model, state, hook)
+
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of an element
+
+
+def compare_gradients(named: Sequence[tuple[str, Tensor]], group: Any) -> None:
+    """Raise on every rank if the gradient of a parameter differs between ranks. Collective.
+
+    One small all-reduce compares a digest of the bits of all gradients. The host waits for it.
+
+    Raises:
+        RuntimeError: gradients differ; the error names the first parameter.
+    """
+    size, device = dist.get_world_size(group), named[0][1].device
+    digests = torch.stack([_digest(parameter.grad, device) for _, parameter in named])
+    with explain_comm_errors("comparing the gradients"):
+        sums = torch.tensor(fingerprint_slots(str(digests.tolist()), size), device=device)
+        dist.all_reduce(sums, group=group)
+        if fingerprints_match(sums.tolist(), size):
+            return
+        of_ranks = [torch.empty_like(digests) for _ in range(size)]
+        dist.all_gather(of_ranks, digests, group=group)
+    differs = (torch.stack(of_ranks) != of_ranks[0]).any(0).tolist()
+    raise RuntimeError(
+        f"every rank must have the same gradients after a synchronised backward, but that of "
+        f"`{named[differs.index(True)][0]}` differs between ranks ({sum(differs)} of {len(named)} "
+        f"parameters differ), so that the replicas would drift apart: pass use_reentrant=False to "
+        f"torch.utils.checkpoint, call the wrapped model and no module inside it, and change no "
+        f"gradient before the backward has ended"
+    )
+
+
+@torch.no_grad()
+def _digest(gradient: Tensor | None, device: torch.device) -> Tensor:
+    """Return the sum of the bits of a gradient as whole numbers, which no order can change."""
+    if gradient is None:
+        return torch.zeros((), dtype=torch.int64, device=device)
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    values = torch.view_as_real(values) if values.is_complex() else values
+    if values.element_size() > 1:
+        values = values.nan_to_num(posinf=torch.inf, neginf=-torch.inf)  # NaN has many bit patterns
+    bits = values.contiguous().view(_BITS[values.element_size()])
+    return bits.sum(dtype=torch.int64).to(device)
+
+
+_SMALL = 2**17  # numbers: gradients that are copied in less time than a collective takes
+_MOST_RANKS = 64  # by which what travels with them, some 100 numbers for each, is no longer small
+
+
+class Parcel:
+    """Numbers that travel with the gradients, at the end of the bucket that is reduced first.
+
+    A collective of their own would take as long as that of a small model's gradients. A large
+    model's take longer to copy than that, and PyTorch reduces them best without a hook.
+
+    Gradients are added in float32, which is not enough for a time or a large count. So each rank's
+    float64 numbers have places of their own, as whole numbers of 16 bits. The other ranks add zeros
+    to them: that is exact, also for what is infinite or NaN.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.numbers: Tensor | None = None  # to be sent with the next bucket
+        self.told: Any = None
+
+    def sums(self) -> Tensor:
+        """Return the sums of what all ranks have told, the same on all to the bit."""
+        words: Tensor = self.told.to(torch.int16)
+        return words.view(torch.float64).view(self.group.size(), -1).sum(0)
+
+
+def _mean_with_parcel(parcel: Parcel, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Reduce a bucket as DDP does, to the mean over the ranks; and the numbers of `parcel`."""
+    gradients, size = bucket.buffer(), parcel.group.size()
+    count, numbers = len(gradients), parcel.numbers
+    if numbers is None:
+        sent = gradients.div_(size)
+    else:
+        words = numbers.view(torch.int16)
+        places = gradients.new_zeros(size, len(words))
+        places[parcel.group.rank()] = words
+        sent = torch.cat([gradients.div_(size), places.view(-1)])
+        parcel.numbers, parcel.told = None, sent[count:]
+    done = torch.futures.Future[Tensor]()
+    if bucket.is_last() and sent.is_cpu:
+        # Nothing is left to be computed meanwhile, and to wait here takes one thread less.
+        dist.all_reduce(sent, group=parcel.group)
+        done.set_result(sent[:count])
+    else:
+        work: Any = dist.all_reduce(sent, group=parcel.group, async_op=True)
+        done = work.get_future().then(lambda future: future.value()[0][:count])
+    return done
+
+
+def parcel_for(model: DistributedDataParallel) -> Parcel | None:
+    """Arrange what carries numbers with the gradients, if that can be. The same on all ranks.
+
+    It cannot if the model is large, if the user has registered a hook, or if gradients have too
+    few digits.
+    """
+    parameters = list(model.module.parameters())
+    wide = {p.dtype for p in parameters} <= {torch.float32, torch.float64}
+    sparse = any(getattr(part, "sparse", False) for part in model.module.modules())
+    small = sum(p.numel() for p in parameters) <= _SMALL
+    few = model.process_group.size() <= _MOST_RANKS
+    one_device = len({p.device for p in parameters}) == 1
+    if small and few and wide and one_device and not (sparse or reduces_late(model)):
+        with suppress(RuntimeError):  # there can be one hook, and the user has his own
+            parcel = Parcel(model.process_group)
+            register_hook(model, parcel, _mean_with_parcel)
+            return parcel
+    return None

@@ -1,16 +1,19 @@
 """Strategy "fsdp": PyTorch's fully_shard, with equal buffers."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import is_dataclass
+from functools import cache
 from typing import Any
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pardata._pytree import leaves_with_path
 from pardata._validation import check_int
@@ -24,11 +27,10 @@ from pardata.model._modules import parameters_of
 from pardata.model._sharding import forget_step, place, reset_iter_state, shard_again
 from pardata.model._state_dict import load_sharded
 from pardata.model._unwrap import ShardedModule, unwrap
-from pardata.step._share import Microbatch
-from pardata.step._step import SharedStep, model_under_way, under_way
 from pardata.store._consensus import Facts
 from pardata.strategies._blocks import blocks_of, size_of
-from pardata.strategies._old_optimizers import refuse_old_optimizers
+from pardata.strategies._loss_weights import Microbatch
+from pardata.strategies._step import SharedStep, model_under_way, under_way
 from pardata.strategies._strategy import Settings, Strategy, broadcast_weights
 
 _log = get_logger(__name__)
@@ -241,3 +243,34 @@ def _average_buffers(module: nn.Module, count: float, total: float | Tensor) -> 
     """
     if _EQUAL in vars(module) and module.training:
         average(real_buffers(module).values(), count, total)
+
+
+_MARK = "_pardata_replaced"  # an attribute of such a parameter
+_checked = WeakSet[Optimizer]()
+
+
+def refuse_old_optimizers(replaced: Iterable[nn.Parameter]) -> None:
+    """Let a step of an optimizer raise if it has one of these parameters."""
+    for parameter in replaced:
+        setattr(parameter, _MARK, True)
+    _checked.clear()
+    _watch()
+
+
+@cache
+def _watch() -> None:
+    """Begin to look at optimizers before they step, once for a process."""
+    register_optimizer_step_pre_hook(lambda one, *_: _look(one))
+
+
+def _look(one: Optimizer) -> None:
+    if one in _checked:
+        return
+    own = [parameter for group in one.param_groups for parameter in group["params"]]
+    if lost := sum(hasattr(parameter, _MARK) for parameter in own):
+        raise RuntimeError(
+            f"the optimizer must have the parameters of the wrapped model, but {lost} of the "
+            f"{len(own)} in {type(one).__name__} are those that wrap_model has replaced, so "
+            f"that its steps would train nothing: make the optimizer after wrap_model"
+        )
+    _checked.add(one)

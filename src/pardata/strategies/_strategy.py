@@ -12,8 +12,8 @@ from pardata.environment._world import World
 from pardata.model._buffers import broadcast
 from pardata.model._state_dict import load_whole
 from pardata.model._unwrap import unwrap
-from pardata.step._step import Step
 from pardata.store._consensus import Facts
+from pardata.strategies._step import Step
 
 
 class Settings(NamedTuple):

@@ -19,12 +19,12 @@ from pardata.model._compiled import uncompiled
 from pardata.model._modules import versions_of
 from pardata.model._read_through import ReadThrough
 from pardata.model._unwrap import Wrapper, layers, unwrap
-from pardata.step._step import model_under_way
 from pardata.store._consensus import Facts
+from pardata.strategies._step import model_under_way
 from pardata.strategies._strategy import Settings, Strategy, broadcast_weights
 from pardata.strategies.exact._exact_step import ExactStep
 from pardata.strategies.exact._exact_sums import Sums
-from pardata.strategies.exact._kernels import kernels, refused_kernels
+from pardata.strategies.exact._numerics import kernels, refused_kernels
 
 _log = get_logger(__name__)
 

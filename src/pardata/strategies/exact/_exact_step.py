@@ -16,15 +16,12 @@ from pardata.model._before import GradientsAside
 from pardata.model._modules import parameters_of
 from pardata.rng._rng_state import Kept, default_generators, seed_generators
 from pardata.rng._seeds import mix, run_seed
-from pardata.step._count import started
-from pardata.step._microbatch_seed import microbatch_seed
-from pardata.step._share import Microbatch
-from pardata.step._step import Step, under_way
 from pardata.store._remote_error import mark_secondary
+from pardata.strategies._loss_weights import Microbatch, started
+from pardata.strategies._step import Step, microbatch_seed, under_way
 from pardata.strategies.exact._exact_means import Means
-from pardata.strategies.exact._kernels import refused_kernels
+from pardata.strategies.exact._numerics import refused_kernels
 from pardata.strategies.exact._ordered_sum import Exchange, OrderedSum
-from pardata.strategies.exact._riders import Riders
 
 _NONE = 2**53  # the number of a microbatch that there is not
 
@@ -215,3 +212,45 @@ def _of_compiler(error: Exception) -> Exception:
     )
     explained.__cause__ = error
     return explained
+
+
+_MOST = 2**14  # numbers: more take longer than a collective of their own
+_WORDS = 4  # a float64 is four words of 16 bits, and a float32 holds one exactly
+
+
+class Riders:
+    """A rank's flags, and its rows of means, on the way to all ranks.
+
+    Each row has a place of its own, as words to which the other ranks add zeros: so no sum rounds.
+
+    Args:
+        exchange: of the step.
+        rows: of this rank, in float64.
+        flags: of this rank, as many as of each rank.
+    """
+
+    def __init__(self, exchange: Exchange, rows: Tensor, flags: list[bool]) -> None:
+        self._exchange, self._rows, self._flags = exchange, rows, flags
+        self._width = rows.shape[1]
+        self._length = len(flags) + len(exchange.spans) * self._width * _WORDS
+
+    def fit(self) -> bool:
+        """Whether they are few, and each rank sends a sum that they can ride with."""
+        how = self._exchange
+        reaches = how.is_plain or min(how.counts) > 0
+        return how.size > 1 and reaches and self._rows.is_cpu and self._length <= _MOST
+
+    def sent(self) -> Tensor:
+        """Return what this rank sends, as numbers that are added to those of the others."""
+        how = self._exchange
+        places = torch.zeros(len(how.spans), self._width, dtype=torch.float64)
+        places[how.first : how.first + how.own] = self._rows[: how.own]
+        flags = torch.tensor(self._flags, dtype=torch.float32)
+        return torch.cat([flags, places.view(torch.int16).flatten().float()])
+
+    def received(self, total: Tensor) -> tuple[list[bool], Tensor]:
+        """Return which flags any rank has set, and the sums of rows in the order of the tree."""
+        count = len(self._flags)
+        flags: list[bool] = (total[:count] > 0).tolist()
+        words = total[count : self._length].to(torch.int16)
+        return flags, self._exchange.total(words.view(torch.float64).view(-1, self._width))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pardata.model._modules import name_of, parameters_of
-from pardata.step._share import Microbatch
+from pardata.strategies._loss_weights import Microbatch
 from pardata.strategies.exact._bucket import buckets_of
 from pardata.strategies.exact._ordered_sum import Exchange
 

@@ -1,4 +1,4 @@
-"""The loss and the metrics of a step: what each microbatch says of them, their sums and means."""
+"""The loss and the metrics of a step: those of each microbatch, their sums and means."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -17,10 +17,10 @@ from pardata.data._batch_parts import tensors_of
 from pardata.data._sample_count import samples_of
 from pardata.environment._device import has_streams, widest_float_dtype
 from pardata.environment._world import store_client, world
-from pardata.step._count import positive
-from pardata.step._mean import Mean
 from pardata.store._consensus import raise_if_different
 from pardata.store._round import exchange
+from pardata.strategies._loss_weights import positive
+from pardata.strategies._mean import Mean
 
 # The places of a message: what was counted, hashes and their squares, then the first values.
 _HASHES = 3

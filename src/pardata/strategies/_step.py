@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,15 +14,16 @@ from torch.amp import GradScaler
 from pardata.collectives._forbidden import forbidding_collectives
 from pardata.data._microbatches import Microbatches
 from pardata.environment._backend import sequence_number
+from pardata.environment._world import is_alone, world
 from pardata.model._before import GradientsAside
 from pardata.model._compiled import uncompiled
 from pardata.model._modules import parameters_of
 from pardata.model._sharding import unsharded
 from pardata.model._unwrap import layers
-from pardata.step._count import Replicas, started
-from pardata.step._forward import leaves_of
-from pardata.step._share import Microbatch, Share
-from pardata.step._tally import Tally
+from pardata.rng._seeds import mix, run_seed
+from pardata.strategies._forward import leaves_of
+from pardata.strategies._loss_weights import Microbatch, Replicas, Share, started
+from pardata.strategies._step_metrics import Tally
 
 _NOTHING = nullcontext()
 # Set on the layer of a model that shows its strategy.
@@ -228,3 +230,31 @@ class SharedStep(Step):
             alike = [g for g in gradients if (g.device, g.dtype) == (device, dtype)]
             with torch.no_grad():
                 torch._foreach_mul_(alike, by)  # as optimizers do
+
+
+def microbatch_seed(batch: Any, number: int = 0) -> int:
+    """Return the seed of microbatch `number` of a step, the same at every world size.
+
+    Another in each run of the step. What is no `Microbatches` has another with each call, and on
+    each rank.
+    """
+    if isinstance(batch, Microbatches):
+        seed = batch.seed if run_seed.seed is None else run_seed.seed
+        again = [batch.runs] if batch.runs else []
+        return mix(_mixed(seed, batch.epoch) + batch.step, number, *again)
+    run_seed.calls += 1
+    seed = torch.default_generator.initial_seed() if run_seed.seed is None else run_seed.seed
+    rank = 0 if is_alone() else world().rank
+    return _mixed(seed, rank) + run_seed.calls
+
+
+def count_run(batch: Any) -> None:
+    """Let the next call on these microbatches draw other numbers: this one has ended well."""
+    if isinstance(batch, Microbatches):
+        batch.runs += 1
+
+
+@lru_cache(maxsize=16)
+def _mixed(*numbers: int) -> int:
+    """Mix what stays the same for a while: that takes microseconds of a step."""
+    return mix(*numbers, *b"noise")

@@ -11,8 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from pardata import Microbatches, backward, make_loader, world, wrap_model
-from pardata.step._count import Replicas
-from pardata.step._share import Share
+from pardata.strategies._loss_weights import Replicas, Share
 
 
 def loss_with(count):

@@ -29,8 +29,8 @@ from torch.utils.data import TensorDataset
 
 from pardata import backward, check_in_sync, make_loader, unwrap, world, wrap_model
 from pardata.data._plan import share
-from pardata.step._tally import Tally
 from pardata.strategies import _parcel
+from pardata.strategies._step_metrics import Tally
 
 DIGEST = 6  # numbers by which gradients are compared in a model's first step
 TOLD = 26  # numbers that each rank tells in a step: a count, hashes, loss and metrics

@@ -1,4 +1,4 @@
-"""What decides how an exact run rounds: a record of it, a probe of it, and what is refused."""
+"""The numerics of an exact run: a record of its kernels, a probe of them, and refused settings."""
 
 from collections.abc import Iterable, Iterator
 

@@ -1,6 +1,7 @@
 """Stopping anywhere and going on anywhere: what a state says, and which samples come after it."""
 
 import json
+import logging
 import pickle
 import re
 from unittest.mock import patch
@@ -8,11 +9,12 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from data_zoo import Numbers, at, joined, loader_of, place, steps
+from data_zoo import Numbers, at, flat, joined, loader_of, place, steps
+from logged import log_of
 from on_ranks import run
 from torch.distributed.checkpoint.stateful import Stateful
 
-from pardata import make_loader
+from pardata import Microbatches, make_loader
 from pardata.data._shuffle import Shuffle
 from pardata.rng._seeds import mix
 
@@ -84,13 +86,69 @@ def test_a_billion_samples_in_it_goes_on_at_once():
 # --- what does not match; the whole texts are in docs/errors.md ---
 
 
-@pytest.mark.parametrize(("epoch", "delivered"), [(0, 7), (0, 25), (0, -5), (0, 5.0), (True, 5)])
-def test_a_place_inside_a_batch_or_beyond_the_end_is_none(epoch, delivered):
+@pytest.mark.parametrize(("epoch", "delivered"), [(0, 24), (0, -5), (0, 5.0), (True, 5)])
+def test_a_place_beyond_the_end_is_none(epoch, delivered):
     loader = at(loader_of(), 0, 20)
-    text = f"of 5, but is at sample {delivered!r} of epoch {epoch!r}: look"
+    text = f"but is at sample {delivered!r} of epoch {epoch!r}: look"
     with pytest.raises(ValueError, match=re.escape(text)):
         at(loader, epoch, delivered)
     assert steps(loader) == [[20, 21, 22]]  # what is refused changes nothing
+
+
+# --- with another batch size ---
+
+KEEPS = {"shuffle": True, "drop_last": False}
+SIZES = [
+    {"batch_size": 6},
+    {"batch_size": 3, "microbatch_size": 2},
+    {"batch_size": 11, "microbatch_size": 4},
+]
+
+
+def _resumed_with(options, state):
+    """Run what is left of an epoch; return its steps, the log, and the epoch that is next."""
+    with log_of("pardata.data._position", logging.INFO) as log:
+        loader = loader_of(**KEEPS, **options)
+        loader.load_state_dict(state)
+    found = []
+    for batch in loader:
+        share = batch if isinstance(batch, Microbatches) else [batch]
+        found.append([sample for part in share for sample in part.tolist()])
+    return found, log.lines, loader.state_dict()["epoch"]
+
+
+@pytest.mark.parametrize("delivered", [0, 5, 10, 20, 23])
+@pytest.mark.parametrize("options", SIZES, ids=str)
+def test_another_batch_size_resumes_at_the_next_sample_at_every_world_size(options, delivered):
+    saved = at(loader_of(**KEEPS), 1, delivered).state_dict()
+    epoch = flat(steps(at(loader_of(**KEEPS), 1)))
+    size, rest = options["batch_size"], epoch[delivered:]
+    wanted = [rest[start : start + size] for start in range(0, len(rest), size)]
+    if len(rest) % size in (1, 2) and "microbatch_size" not in options:
+        world_sizes = [1]  # a shuffled step must have a sample for each rank
+    else:
+        world_sizes = [1, 2, 3]
+    for world_size in world_sizes:
+        ranks = run(_resumed_with, options, saved, world_size=world_size)
+        assert joined([found for found, *_ in ranks]) == wanted
+        (line,) = ranks[0][1]
+        text = f"resumes at sample {delivered} of epoch 1 of a run with a batch_size of 5"
+        assert text in line
+        assert [epoch for *_, epoch in ranks] == [2] * world_size
+
+
+def test_a_batch_size_that_grows_twice_within_an_epoch_reads_each_sample_once():
+    seen, state = [], None
+    for batch_size in (4, 5, 7):
+        loader = loader_of(batch_size=batch_size, **KEEPS)
+        if state is not None:
+            loader.load_state_dict(state)
+        for step, batch in enumerate(loader):
+            seen += batch.tolist()
+            if step == 1 and batch_size < 7:
+                state = loader.state_dict()
+                break
+    assert sorted(seen) == [*range(23)]
 
 
 # --- through torch.distributed.checkpoint ---

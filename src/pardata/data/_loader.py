@@ -160,9 +160,12 @@ class Loader:
         ``len()`` stays that of a whole epoch. The loader reads an ``IterableDataset`` again up to
         there. If that ends before, the ``iter()`` raises a ValueError. Not collective.
 
+        Another batch size or microbatch size begins at the next sample, and a line says so. For an
+        ``IterableDataset`` or a `batch_sampler` the batches must be the same.
+
         Raises:
-            ValueError: `state` is that of another dataset, seed, batch size or order, which the
-                error names, or it is no state of a loader.
+            ValueError: `state` is that of another dataset, seed or order, which the error names, or
+                it is no state of a loader.
         """
         seed = state.get("seed") if isinstance(state, Mapping) else None
         parts = self._recipe, self._source, self._placement

@@ -101,11 +101,17 @@ class Requests(Sampler[Request]):
         Raises:
             ValueError: where that order is not the one in which the epoch was begun.
         """
-        self._number, self.epoch = start.epoch, self._of_epoch(start.epoch)
-        steps = self.epoch.steps
-        self._first = bisect_left(steps, start.delivered, key=attrgetter("start"))
-        delivered = steps[self._first - 1].stop if self._first else 0
-        if start.digest not in (None, self.epoch.digest) or start.delivered != delivered:
+        epoch, delivered = self._of_epoch(start.epoch), 0
+        if isinstance(epoch.steps, Plan):  # with another batch size it was inside a step
+            delivered = start.delivered % epoch.steps.batch_size
+            steps = replace(epoch.steps, start=delivered)
+            steps.check(shuffled=self.shuffle)
+            epoch = epoch._replace(steps=steps)
+        self._number, self.epoch = start.epoch, epoch
+        self._first = bisect_left(epoch.steps, start.delivered, key=attrgetter("start"))
+        if self._first:
+            delivered = epoch.steps[self._first - 1].stop
+        if start.digest not in (None, epoch.digest) or start.delivered != delivered:
             raise ValueError(
                 f"`state` must have been taken with the order that `{self.name}` yields, but epoch "
                 f"{start.epoch} has another now: make it of the same data and arguments"

@@ -47,7 +47,8 @@ class Plan:
     With a `microbatch_size` a step is cut into microbatches, of which the last may be short. A
     share is then a run of whole ones. Otherwise it is one run of samples. A stream may have no
     `length`. A sampler's length replaces the dataset's in each epoch. A ``batch_sampler`` has its
-    own steps: then `batch_size` is 0.
+    own steps: then `batch_size` is 0. Step 0 begins at position `start`, which is above 0 only in
+    an epoch that is resumed with another batch size.
     """
 
     length: int | None
@@ -56,14 +57,16 @@ class Plan:
     microbatch_size: int | None = None
     rank: int = 0
     size: int = 1
+    start: int = 0
 
     def __len__(self) -> int:
-        full, rest = divmod(self.length or 0, self.batch_size)  # callers have both
+        # Callers have a length and a batch size.
+        full, rest = divmod((self.length or 0) - self.start, self.batch_size)
         return full + (rest > 0 and not self.drop_last)
 
     def __getitem__(self, number: int) -> range:
         """Return the positions of the global batch of step `number`."""
-        start = number * self.batch_size
+        start = self.start + number * self.batch_size
         return range(self.length or 0)[start : start + self.batch_size]
 
     def check(self, *, shuffled: bool) -> None:
@@ -74,7 +77,8 @@ class Plan:
                 f"`batch_size` must be at most the {length} samples of an epoch with drop_last, "
                 f"but is {self.batch_size}: make it smaller, or pass drop_last=False"
             )
-        last = 0 if self.drop_last or self.microbatch_size else length % self.batch_size
+        rest = (length - self.start) % self.batch_size
+        last = 0 if self.drop_last or self.microbatch_size else rest
         if shuffled and 0 < last < self.size:
             raise ValueError(
                 f"the last batch must have a sample for each of the {self.size} ranks, but has "

@@ -9,6 +9,10 @@ from dataclasses import dataclass
 from inspect import GEN_RUNNING, GEN_SUSPENDED, getgeneratorstate
 from typing import Any, NamedTuple
 
+from pardata.environment._logger import get_logger
+
+_log = get_logger(__name__)
+
 _VERSION = 1
 
 
@@ -193,7 +197,9 @@ class Recipe(NamedTuple):
                 f"{_VERSION}, but is {reprlib.repr(state)}, version {saved.get('version')!r:.30}: "
                 f"look at what was saved, or load it with the release of pardata that saved it"
             )
-        fixed = list(self.facts)
+        # A position is a number of samples, unless a stream seeds and reads them by batches.
+        free = ["microbatch_size"] if self.is_stream else ["batch_size", "microbatch_size"]
+        fixed = [name for name in self.facts if name not in free]
         if not (self.is_stream or self.facts["sampler"] or self.facts["batch_sampler"]):
             fixed += ["digest", "state"]  # None: the order is that of the seed
         if differ := [name for name in fixed if state[name] != ours[name]]:
@@ -203,25 +209,17 @@ class Recipe(NamedTuple):
                 f"{', '.join(diffs)}: make this loader, and those before it, as at the save"
             )
         epoch, delivered = state["epoch"], state["delivered"]
-        if not (_is_count(epoch) and _is_count(delivered) and self._ends_a_batch(delivered)):
+        length = None if self.is_stream else self.facts["length"]
+        is_there = _is_count(epoch) and _is_count(delivered)
+        if not is_there or (length is not None and delivered > length):
             raise ValueError(
-                f"`state` must end a batch of {self.facts['batch_size']}, but is at sample "
+                f"`state` must be at a sample of an epoch, but is at sample "
                 f"{reprlib.repr(delivered)} of epoch {reprlib.repr(epoch)}: look at what was saved"
             )
+        if others := [f"a {name} of {state[name]}" for name in free if state[name] != ours[name]]:
+            text = "the loader resumes at sample %d of epoch %d of a run with %s"
+            _log.info(text, delivered, epoch, " and ".join(others))
         return Position(epoch, delivered, state["digest"], state["state"])
-
-    def _ends_a_batch(self, delivered: int) -> bool:
-        batch_size, drop_last = self.facts["batch_size"], self.facts["drop_last"]
-        if batch_size is None:
-            return True  # ranks compare the order of a batch_sampler when it is drawn
-        is_full = delivered % batch_size == 0
-        if self.is_stream or self.facts["sampler"]:
-            # It may end anywhere, whatever its __len__ says; of one of which every rank has its
-            # own, each step counts as a whole one.
-            return is_full or (not drop_last and self.facts["shards"] is None)
-        length = self.facts["length"]
-        last = length - length % batch_size if drop_last else length
-        return bool(delivered == last or (delivered < last and is_full))
 
 
 def _is_count(value: object) -> bool:

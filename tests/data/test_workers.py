@@ -1,6 +1,8 @@
 """How many workers a rank gets, whether they can send, and when they end."""
 
+import io
 import itertools
+import logging
 import multiprocessing
 import os
 import re
@@ -9,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import zipfile
 from contextlib import contextmanager
 from multiprocessing.connection import arbitrary_address
 from pathlib import Path
@@ -82,6 +85,44 @@ def test_workers_send_over_the_longest_socket_and_a_longer_one_is_refused_at_onc
         assert str(outcome).startswith("ValueError: the temporary directory must have a name of at")
         assert "most 89 characters" in outcome.text
         assert "set TMPDIR to a shorter one" in outcome.text
+
+
+def _reads_from(make, starts):
+    class Holder(Dataset):
+        def __init__(self):
+            self.held = make()
+
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            return index
+
+    return make_loader(Holder(), 2, num_workers=1, multiprocessing_context=starts)
+
+
+class Named:
+    """Logs to a file and to the screen, as datasets do."""
+
+    def __init__(self, path):
+        self.log = logging.getLogger("of a dataset")
+        self.log.handlers = [logging.FileHandler(path), logging.StreamHandler()]
+
+
+def test_forked_workers_share_no_file_that_is_open_for_reading(tmp_path):
+    path = tmp_path / "data"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a", "b")
+    closed = path.open("rb")
+    closed.close()
+    with path.open("rb") as file, zipfile.ZipFile(path) as archive:
+        found = {"held": file, "held[0]": [archive], "held['f'][0]": {"f": [file]}}
+        for where, held in found.items():
+            with pytest.raises(ValueError, match=re.escape(f"`dataset.{where}` must not be open")):
+                _reads_from(lambda held=held: held, "fork")
+        _reads_from(lambda: file, "spawn")  # where the dataset is pickled, which refuses files
+    for held in (closed, io.BytesIO(b"data"), Named(tmp_path / "log"), sys.stderr):
+        _reads_from(lambda held=held: held, "fork")
 
 
 # --- what becomes of them when signals come, and when their rank ends

@@ -132,7 +132,16 @@ def shrunk():
     list(loader)
 
 
+def reads_a_file():
+    """Read, in workers, a dataset that has opened its file before they are forked."""
+    with tempfile.TemporaryFile() as file:
+        data = OfItself(10)
+        data.file = file
+        make_loader(data, 4, num_workers=1)
+
+
 LABELS = {
+    "a dataset with an open file, in workers": "reads_a_file()",
     "a dataset that has grown since its loader was made": "grown()",
     "a sampler that shrinks below the batch size": "shrunk()",
     "a map-style dataset without `__len__`": "make_loader(NoLength(), 4)",

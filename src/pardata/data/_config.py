@@ -8,9 +8,11 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from pardata._validation import check_bool, check_int, check_map_style
+from pardata.data._held_objects import open_files
 from pardata.data._order import length_of
 from pardata.data._plan import Plan, share
 from pardata.data._uneven_shares import uneven_shares
+from pardata.data._worker_processes import start_method
 from pardata.data._workers import DataLoaderOptions, worker_options
 from pardata.environment._device import checked_device
 from pardata.environment._logger import get_logger
@@ -149,8 +151,22 @@ def _resolved(given: LoaderConfig, here: World, ranks: World) -> ResolvedConfig:
     asked = "cpu" if given.device is None else given.device
     device = here.device if asked == "auto" else checked_device(asked)
     workers, pins = worker_options(given.num_workers, given.options, given.dataset, here, device)
-    DataLoader(given.dataset, **workers)  # refuses what it does while others listen
+    # DataLoader refuses its own options here, while the other ranks listen.
+    _check_files(given, DataLoader(given.dataset, **workers))
     return ResolvedConfig(given, here, ranks, plan, device, workers, pins, seed)
+
+
+def _check_files(given: LoaderConfig, loader: DataLoader[Any]) -> None:
+    """Raise where forked workers would read from one open file, each moving it for the others."""
+    if not loader.num_workers or start_method(loader) != "fork":
+        return
+    for name in ("dataset", "collate_fn"):
+        for path in open_files(name, getattr(given, name)):
+            raise ValueError(
+                f"`{path}` must not be open when workers are forked, because they would all move "
+                f"one position in it: open it at the first sample, in each worker, or pass "
+                f"num_workers=0"
+            )
 
 
 def _check_alone(given: LoaderConfig) -> None:

@@ -9,9 +9,9 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from pardata.data._config import LoaderConfig, ResolvedConfig, resolve
+from pardata.data._held_objects import own_generators
 from pardata.data._loader import Loader, Parts
 from pardata.data._order import Requests
-from pardata.data._own_generators import own_generators
 from pardata.data._placement import Placement
 from pardata.data._position import Recipe
 from pardata.data._reader import Collation, Reader, Seeds

@@ -81,7 +81,7 @@ class ExactStep(Step):
                     self.share.totals()
                     yield
                 except Exception as error:  # noqa: BLE001  # raised below: the others wait for it
-                    failed = _of_compiler(error)
+                    failed = error
                 self._conclude(failed)
             except BaseException:
                 self._means.put_back()  # else the ranks would have different ones
@@ -199,19 +199,6 @@ def _failed_elsewhere() -> RuntimeError:
     # Marked, so that the log says which one, and how.
     text = "every rank must run its microbatches, but another one failed: see its error"
     return mark_secondary(RuntimeError(text))
-
-
-def _of_compiler(error: Exception) -> Exception:
-    """Return an error, in other words where it is that dynamo would compile no more."""
-    if type(error).__name__ != "FailOnRecompileLimitHit":  # to import it takes a second
-        return error
-    explained = RuntimeError(
-        "a compiled model must be compiled for each size of its inputs under strategy 'exact', but "
-        "dynamo has reached its limit: pad inputs to fewer sizes, or raise "
-        "torch._dynamo.config.recompile_limit"
-    )
-    explained.__cause__ = error
-    return explained
 
 
 _MOST = 2**14  # numbers: more take longer than a collective of their own

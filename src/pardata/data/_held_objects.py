@@ -1,0 +1,70 @@
+"""Objects that a dataset or a transform holds: random generators of its own, and open files."""
+
+import io
+import random
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from pardata.rng._rng_state import numpy_or_none
+
+_DEEPEST = 5  # attributes, items and entries from the object on
+# Handles that a forked process shares with its parent, position and all, if they are imported.
+_HANDLES = {"zipfile": "ZipFile", "tarfile": "TarFile", "sqlite3": "Connection", "h5py": "File"}
+
+
+def own_generators(name: str, holder: Any) -> Iterator[str]:
+    """Yield the path of each generator that an object holds, as ``dataset.transform.rng``."""
+    kinds: tuple[Any, ...] = random.Random, torch.Generator
+    defaults = {id(torch.default_generator), id(random.random.__self__)}  # type: ignore[attr-defined]  # a method
+    if (numpy := numpy_or_none()) is not None:
+        kinds += numpy.random.Generator, numpy.random.RandomState
+        defaults.add(id(numpy.random.random.__self__))
+    return _paths(name, holder, lambda x: isinstance(x, kinds) and id(x) not in defaults)
+
+
+def open_files(name: str, holder: Any) -> Iterator[str]:
+    """Yield the path of each file that an object holds open for reading."""
+    modules = ((sys.modules.get(module), kind) for module, kind in _HANDLES.items())
+    handles = tuple(getattr(module, kind) for module, kind in modules if module is not None)
+
+    def is_open(value: Any) -> bool:
+        if isinstance(value, io.IOBase):
+            in_memory = isinstance(value, io.BytesIO | io.StringIO)
+            # Logs, and the screen, are written, each line at once.
+            return not (value.closed or in_memory or value.writable())
+        return isinstance(value, handles)
+
+    return _paths(name, holder, is_open)
+
+
+def _paths(name: str, holder: Any, is_wanted: Callable[[Any], bool]) -> Iterator[str]:
+    """Yield the paths of the objects that are wanted, those at the surface first."""
+    seen, layer = set[int](), [(name, holder)]
+    for _ in range(_DEEPEST):
+        below: list[tuple[str, Any]] = []
+        for path, value in layer:
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            if is_wanted(value):
+                yield path
+            else:
+                below += _parts(path, value)
+        layer = below
+
+
+def _parts(path: str, value: Any) -> list[tuple[str, Any]]:
+    """Return what an object holds that may hold a generator: not samples by the thousand.
+
+    It runs no code of the user's: a mapping of its own may open files, or draw.
+    """
+    if isinstance(value, dict | list | tuple):
+        items = dict.items(value) if isinstance(value, dict) else enumerate(value)
+        return [(f"{path}[{key!r}]", item) for key, item in items] if len(value) < 100 else []
+    if isinstance(value, torch.Tensor | type | ModuleType) or not type(value).__dictoffset__:
+        return []
+    return [(f"{path}.{key}", item) for key, item in vars(value).items()]

@@ -2,12 +2,14 @@
 
 import itertools
 import tempfile
+from pathlib import Path
 
 import torch
 from torch.utils.data import (
     Dataset,
     IterableDataset,
     RandomSampler,
+    Subset,
     TensorDataset,
 )
 
@@ -134,13 +136,25 @@ def shrunk():
 
 def reads_a_file():
     """Read, in workers, a dataset that has opened its file before they are forked."""
-    with tempfile.TemporaryFile() as file:
+    with Path(__file__).open() as file:
         data = OfItself(10)
         data.file = file
         make_loader(data, 4, num_workers=1)
 
 
+def listed(*files):
+    data = OfItself(len(files))
+    data.files = [f"data/{file}" for file in files]
+    return data
+
+
+def part(first):
+    return Subset(TEN, [first, 5, 6, 7])
+
+
 LABELS = {
+    "files in another order on one rank": "make_loader(listed(*('ab' if rank else 'ba')), 4)",
+    "a split that another seed draws on one rank": "make_loader(part(rank), 4)",
     "a dataset with an open file, in workers": "reads_a_file()",
     "a dataset that has grown since its loader was made": "grown()",
     "a sampler that shrinks below the batch size": "shrunk()",

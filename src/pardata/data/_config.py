@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from pardata._validation import check_bool, check_int, check_map_style
-from pardata.data._held_objects import open_files
+from pardata.data._held_objects import listed_samples, open_files
 from pardata.data._order import length_of
 from pardata.data._plan import Plan, share
 from pardata.data._uneven_shares import uneven_shares
@@ -100,11 +100,15 @@ def resolve(given: LoaderConfig) -> ResolvedConfig:
         made.append(_resolved(given, here, ranks))
         plan, initial = made[0].plan, torch.initial_seed()
         compared = {"the length": plan.length, **{name: getattr(given, name) for name in _COMPARED}}
+        compared["the listed samples"] = listed_samples(given.dataset) if ranks.size > 1 else ""
         return {**compared, "drop_last": plan.drop_last, "loaders": [initial, next_number(initial)]}
 
     def decide(facts_of_ranks: list[dict[str, Any]]) -> list[int]:
         loaders: list[list[int]] = [each.pop("loaders") for each in facts_of_ranks]  # may differ
-        cure = "Pass the same dataset and arguments on every rank."
+        cure = (
+            "Pass the same dataset and arguments on every rank. Sort what glob and os.listdir "
+            "return, and seed what splits or shuffles the samples."
+        )
         raise_if_different("make_loader", facts_of_ranks, cure)
         return loaders[0]
 

@@ -1,16 +1,21 @@
-"""Objects that a dataset or a transform holds: random generators of its own, and open files."""
+"""Objects that a dataset or a transform holds: random generators, open files, lists of samples."""
 
+import hashlib
 import io
 import random
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import PurePath
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch.utils.data import IterableDataset
 
+from pardata.data._whole_batches import layers
 from pardata.rng._rng_state import numpy_or_none
 
+_SOME = 1000  # entries of a list that are compared
 _DEEPEST = 5  # attributes, items and entries from the object on
 # Handles that a forked process shares with its parent, position and all, if they are imported.
 _HANDLES = {"zipfile": "ZipFile", "tarfile": "TarFile", "sqlite3": "Connection", "h5py": "File"}
@@ -39,6 +44,23 @@ def open_files(name: str, holder: Any) -> Iterator[str]:
         return isinstance(value, handles)
 
     return _paths(name, holder, is_open)
+
+
+def listed_samples(dataset: Any) -> str:
+    """Return a hash of the lists of a dataset that have an entry for each sample, if it has any.
+
+    Of a long list it takes some entries: numbers, texts, and of paths the last name, because nodes
+    may have copies of the files.
+    """
+    lists: list[list[str | int]] = []
+    for layer in layers(dataset) if not isinstance(dataset, IterableDataset) else ():
+        for value in getattr(layer, "__dict__", {}).values():
+            if isinstance(value, list | tuple) and len(value) == len(layer):
+                some = value[:: max(1, len(value) // _SOME)]
+                entries = [each[0] if isinstance(each, tuple) and each else each for each in some]
+                names = [PurePath(x).name if isinstance(x, str | PurePath) else x for x in entries]
+                lists.append([name for name in names if isinstance(name, str | int)])
+    return hashlib.sha256(repr(lists).encode()).hexdigest()[:16] if any(lists) else ""
 
 
 def _paths(name: str, holder: Any, is_wanted: Callable[[Any], bool]) -> Iterator[str]:

@@ -117,8 +117,9 @@ def make_loader(
             whose incomplete batches are dropped. Or `shuffle` comes with a `sampler`, or either of
             them or a batch size with a `batch_sampler`. Or a shuffled last batch has fewer samples
             than ranks.
-        RuntimeError: ranks disagree (a table says who has what), or no group was joined. All errors
-            come on every rank.
+        RuntimeError: ranks disagree on the arguments, or on the indices and file names that the
+            dataset lists; a table says who has what. Or no group was joined. All errors come on
+            every rank.
 
     >>> data = torch.utils.data.TensorDataset(torch.arange(5))
     >>> [batch.tolist() for (batch,) in make_loader(data, batch_size=2)]

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.serialization import safe_globals
 
 from pardata._pytree import KeyPath, is_custom_container, map_with_path
 from pardata._validation import check_int
 from pardata.checkpoint import _shards as shards
-from pardata.checkpoint._files import OWN, STATE, UnusableError, verified
+from pardata.checkpoint._files import STATE, UnusableError, verified
 from pardata.checkpoint._names import Name, candidates
 from pardata.checkpoint._snapshot import Copies, check_stateful
 from pardata.collectives._barrier import rank_zero_call
@@ -66,12 +67,18 @@ class Checkpoint(NamedTuple):
     Attributes:
         path: of its folder.
         manifest: what was written about it.
-        contents: the trees, and where in them the sharded tensors belong.
+        objects: the trees, by name.
+        sharded: where in them the sharded tensors belong.
+        generators: the states of each rank's.
+        metadata: PyTorch's, of the sharded tensors.
     """
 
     path: Path
     manifest: dict[str, Any]
-    contents: dict[str, Any]
+    objects: dict[str, Any]
+    sharded: list[KeyPath]
+    generators: list[Any]
+    metadata: Any = None
 
     def give(self, here: World, things: Mapping[str, Any]) -> Restored:
         """Give things their states, and return the rest. Collective.
@@ -82,14 +89,14 @@ class Checkpoint(NamedTuple):
             ValueError: for a name that was not saved.
             RuntimeError: if a state does not fit its thing.
         """
-        objects, saved = self.contents["objects"], self.contents["generators"]
-        lost = [name for name in self.manifest["per_rank"] if name not in objects]
+        saved = self.generators
+        lost = [name for name in self.manifest["per_rank"] if name not in self.objects]
         things = {name: thing for name, thing in things.items() if name not in lost}
         likes: dict[KeyPath, Tensor] = {}
         # All ranks hear of an error in it, because it runs the user's own code.
         exchange(store_client(), "Checkpointer.restore", lambda: likes.update(_likes(things)))
-        values = [name for name in self.manifest["values"] if name in objects]
-        trees = _owned(self.trees_of(things, likes, values=values), things, likes)
+        values = [name for name in self.manifest["values"] if name in self.objects]
+        trees = _owned(self.trees_of(things, likes, values=values), likes)
         # What can be iterated shows that a run resumes, and not only what the run has learnt.
         bare = [one for one in things.values() if not isinstance(one, nn.Module)]
         resumes, is_alike = any(hasattr(one, "__iter__") for one in bare), len(saved) == here.size
@@ -130,8 +137,7 @@ class Checkpoint(NamedTuple):
             likes: what shows how a part is to be sharded; it is whole otherwise.
             values: names of more, which have no state.
         """
-        objects = self.contents["objects"]
-        saved = [name for name in objects if name not in self.manifest["values"]]
+        saved = [name for name in self.objects if name not in self.manifest["values"]]
         missing = [name for name in names if name not in saved]
         if missing:
             raise ValueError(
@@ -139,13 +145,13 @@ class Checkpoint(NamedTuple):
                 f"{', '.join(map(repr, missing))} not; the checkpoint {self.path} has "
                 f"{', '.join(map(repr, saved)) or 'none'}"
             )
-        trees = {name: objects[name] for name in (*names, *values)}
-        sharded = [at for at in self.contents["sharded"] if at[0] in trees]
+        trees = {name: self.objects[name] for name in (*names, *values)}
+        sharded = [at for at in self.sharded if at[0] in trees]
         if not sharded:
             return trees
         # A model's is under the very path, an optimizer's under that of the parameter's state.
         targets = {at: likes.get(at, likes.get(at[:-1])) for at in sharded}
-        tensors = shards.read(self.path, targets)
+        tensors = shards.read(self.path, self.metadata, targets)
         return map_with_path(trees, tensors.get, is_leaf=is_custom_container)
 
 
@@ -229,34 +235,29 @@ def _read(path: Path, manifest: dict[str, Any], here: World) -> Checkpoint:
     try:
         # torch warns that it looks at a sparse tensor. If warnings are errors, `restore` would skip
         # a whole checkpoint.
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), safe_globals(shards.metadata_classes(path)):
             warnings.filterwarnings("ignore", "Validating sparse tensor")
             contents = load(path / STATE)
             if manifest["per_rank"] and manifest["identity"]["processes"] == here.size:
-                contents["objects"].update(load(path / OWN.format(here.rank)))
-        is_sharded = bool(contents["sharded"])
+                contents["objects"].update(load(path / shards.OWN.format(here.rank)))
+            return Checkpoint(path, manifest, **contents)
     except Exception as error:  # whatever PyTorch makes of bytes that somebody has made up
         raise UnusableError(
             f"{STATE} cannot be read without running code, or at all ({error})"
         ) from error
-    if is_sharded:
-        shards.read_metadata(path)
-    return Checkpoint(path, manifest, contents)
 
 
-def _owned(trees: Any, things: Mapping[str, Any], likes: Likes) -> Any:
-    """Return trees in memory of their own: an optimizer's parts placed as their parameters are.
+def _owned(trees: Any, likes: Likes) -> Any:
+    """Return trees in memory of their own: parts of an optimizer sharded as its parameters are.
 
-    But for weights, which a module copies; tensors that are one stay one.
+    Tensors that are one stay one.
     """
     copies = Copies()
 
     def owned(at: KeyPath, leaf: Any) -> Any:
-        is_copied = isinstance(things.get(at[0]), nn.Module) and "_extra_state" not in str(at[1])
-        if is_copied or shards.is_sharded(leaf) or not isinstance(leaf, Tensor):
+        if shards.is_sharded(leaf) or not isinstance(leaf, Tensor):
             return leaf
-        placed = shards.placed(leaf, likes.get(at[:-1]))
-        return copies.of(leaf) if placed is None else placed
+        return shards.placed(copies.of(leaf), likes.get(at[:-1]))
 
     return map_with_path(trees, owned, is_leaf=is_custom_container)
 
@@ -288,9 +289,9 @@ def _likes(things: Mapping[str, object]) -> dict[KeyPath, Tensor]:
     for name, thing in things.items():
         if isinstance(thing, nn.Module):
             state = unwrap(thing).state_dict().items()
-            likes |= {(name, key): value for key, value in state if isinstance(value, Tensor)}
+            likes |= {(name, key): value for key, value in state}
         if isinstance(thing, torch.optim.Optimizer):
             # In the order by which state_dict() numbers them.
             parameters = (one for group in thing.param_groups for one in group["params"])
             likes |= {(name, "state", number): one for number, one in enumerate(parameters)}
-    return likes
+    return {at: like for at, like in likes.items() if shards.is_sharded(like)}

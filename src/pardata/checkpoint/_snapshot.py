@@ -61,6 +61,7 @@ class Snapshot:
                 self.trees[name] = self._taken(states[name], make, (name,))
             _require_safe((name,), self.trees[name])
         if copy:
+            self.parts = {at: p.detach().to("cpu", copy=True) for at, p in self.parts.items()}
             self.trees = map_with_path(self.trees, _copied, is_leaf=is_custom_container)
         copies.wait()
         self.own = {name: self.trees.pop(name) for name in per_rank}

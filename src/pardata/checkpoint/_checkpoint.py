@@ -2,11 +2,12 @@
 
 import warnings
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from pardata._validation import check_int
 from pardata.checkpoint import _shards as shards
 from pardata.checkpoint._files import STATE, UnusableError, verified
 from pardata.checkpoint._names import Name, candidates
-from pardata.checkpoint._snapshot import Copies, check_stateful
+from pardata.checkpoint._snapshot import check_stateful
 from pardata.collectives._barrier import rank_zero_call
 from pardata.environment._logger import get_logger
 from pardata.environment._world import World, require_world, store_client
@@ -37,9 +38,6 @@ CURE = (
 )
 
 _PATIENCE = timedelta(hours=2)  # with the slowest disk
-
-# What shows how parts of states are to be sharded, by where they are.
-Likes: TypeAlias = Mapping[KeyPath, Tensor]
 
 
 @dataclass(frozen=True)
@@ -83,8 +81,6 @@ class Checkpoint(NamedTuple):
     def give(self, here: World, things: Mapping[str, Any]) -> Restored:
         """Give things their states, and return the rest. Collective.
 
-        What is handed out lies in memory of its own: the file is only mapped.
-
         Raises:
             ValueError: for a name that was not saved.
             RuntimeError: if a state does not fit its thing.
@@ -96,7 +92,8 @@ class Checkpoint(NamedTuple):
         # All ranks hear of an error in it, because it runs the user's own code.
         exchange(store_client(), "Checkpointer.restore", lambda: likes.update(_likes(things)))
         values = [name for name in self.manifest["values"] if name in self.objects]
-        trees = _owned(self.trees_of(things, likes, values=values), likes)
+        self._require(things)
+        trees = self.trees_of([*things, *values], likes)
         # What can be iterated shows that a run resumes, and not only what the run has learnt.
         bare = [one for one in things.values() if not isinstance(one, nn.Module)]
         resumes, is_alike = any(hasattr(one, "__iter__") for one in bare), len(saved) == here.size
@@ -117,6 +114,15 @@ class Checkpoint(NamedTuple):
             _log.info(f"{text}, and there are %d now", len(saved), here.size)
         return Restored(self.manifest["step"], {n: trees[n] for n in values}, _is_there=True)
 
+    def _require(self, names: Iterable[str]) -> None:
+        """Raise for a name that was not saved as something with a state."""
+        saved = [name for name in self.objects if name not in self.manifest["values"]]
+        if missing := ", ".join(repr(name) for name in names if name not in saved):
+            raise ValueError(
+                f"what is asked for must have been saved as something with a state, but {missing} "
+                f"not; the checkpoint {self.path} has {', '.join(map(repr, saved)) or 'none'}"
+            )
+
     def _tell(self, here: World, lost: list[str]) -> None:
         """Log what is restored, and what is not."""
         step, saved = self.manifest["step"], self.manifest["identity"]
@@ -129,30 +135,24 @@ class Checkpoint(NamedTuple):
             names = ", ".join(f"`{name}`" for name in lost)
             _log.warning(text, names, saved["processes"], here.size, ranks=[0])
 
-    def trees_of(self, names: Iterable[str], likes: Likes, *, values: Iterable[str]) -> Any:
-        """Return what was saved under these names. Collective.
+    def trees_of(self, names: Iterable[str], likes: Mapping[KeyPath, Tensor]) -> Any:
+        """Return what was saved under these names, in memory of its own. Collective.
 
         Args:
-            names: of things with a state.
-            likes: what shows how a part is to be sharded; it is whole otherwise.
-            values: names of more, which have no state.
+            names: of what was saved.
+            likes: parameters that show how a part is to be sharded; it is whole otherwise.
         """
-        saved = [name for name in self.objects if name not in self.manifest["values"]]
-        missing = [name for name in names if name not in saved]
-        if missing:
-            raise ValueError(
-                f"what is asked for must have been saved as something with a state, but "
-                f"{', '.join(map(repr, missing))} not; the checkpoint {self.path} has "
-                f"{', '.join(map(repr, saved)) or 'none'}"
-            )
-        trees = {name: self.objects[name] for name in (*names, *values)}
-        sharded = [at for at in self.sharded if at[0] in trees]
-        if not sharded:
-            return trees
+        sharded = [at for at in self.sharded if at[0] in names]
         # A model's is under the very path, an optimizer's under that of the parameter's state.
         targets = {at: likes.get(at, likes.get(at[:-1])) for at in sharded}
-        tensors = shards.read(self.path, self.metadata, targets)
-        return map_with_path(trees, tensors.get, is_leaf=is_custom_container)
+        tensors = shards.read(self.path, self.metadata, targets) if targets else {}
+
+        def placed(at: KeyPath, leaf: Any) -> Any:
+            return tensors[at] if at in tensors else shards.placed(leaf, likes.get(at[:-1]))
+
+        # Copied out of the mapped file; tensors that are one stay one.
+        trees = deepcopy({name: self.objects[name] for name in names})
+        return map_with_path(trees, placed, is_leaf=is_custom_container)
 
 
 def newest(call: str, at: int | None, given: Mapping[str, Any], facts: Facts) -> Checkpoint | None:
@@ -247,21 +247,6 @@ def _read(path: Path, manifest: dict[str, Any], here: World) -> Checkpoint:
         ) from error
 
 
-def _owned(trees: Any, likes: Likes) -> Any:
-    """Return trees in memory of their own: parts of an optimizer sharded as its parameters are.
-
-    Tensors that are one stay one.
-    """
-    copies = Copies()
-
-    def owned(at: KeyPath, leaf: Any) -> Any:
-        if shards.is_sharded(leaf) or not isinstance(leaf, Tensor):
-            return leaf
-        return shards.placed(copies.of(leaf), likes.get(at[:-1]))
-
-    return map_with_path(trees, owned, is_leaf=is_custom_container)
-
-
 def _load(name: str, thing: Any, tree: Any) -> None:
     """Give a thing its state, of whatever strategy. Collective if sharded.
 
@@ -284,7 +269,7 @@ def _load(name: str, thing: Any, tree: Any) -> None:
 
 
 def _likes(things: Mapping[str, object]) -> dict[KeyPath, Tensor]:
-    """Return what shows how parts of the states of things are sharded, by where they are."""
+    """Return the parameters that are sharded, by where their parts are in the states of things."""
     likes: dict[KeyPath, Tensor] = {}
     for name, thing in things.items():
         if isinstance(thing, nn.Module):

@@ -27,13 +27,13 @@ OWN = "rank-{:05d}.pt"  # what a rank has of its own
 _FOLDER = "sharded"
 
 
-def placed(tensor: Tensor, like: Any) -> Tensor:
+def placed(leaf: Any, like: Any) -> Any:
     """Return a tensor sharded like the parameter to which it belongs, if both have one shape."""
-    if like is None or tensor.shape != like.shape:
-        return tensor
+    if not isinstance(leaf, Tensor) or like is None or leaf.shape != like.shape:
+        return leaf
     from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415  # slow to import
 
-    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)
+    return distribute_tensor(leaf.to(like.device), like.device_mesh, like.placements)
 
 
 def write(

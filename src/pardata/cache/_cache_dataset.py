@@ -2,8 +2,6 @@
 
 import os
 from collections.abc import Sequence
-from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -13,13 +11,13 @@ from torch.utils.data import Dataset, default_collate
 from pardata._pytree import bytes_of, leaves_with_path, map_with_path
 from pardata.cache._build import ensure
 from pardata.cache._cache_files import Files, files_of
-from pardata.cache._original import facts_of, fields_of, filled, is_numbers, read_sample
+from pardata.cache._original import check_source, class_name, filled, is_numbers, workers_for
 from pardata.collectives._barrier import rank_zero_first
 from pardata.data._batch_parts import Ragged
 from pardata.data._whole_batches import ReadsBatches
 from pardata.environment._world import require_world, store_client
 from pardata.rng._rng_state import kept_generators
-from pardata.store._consensus import raise_if_different
+from pardata.store._consensus import Facts, raise_if_different
 from pardata.store._round import exchange
 
 
@@ -71,14 +69,21 @@ def cache_dataset(
     """
     here = require_world("cache_dataset")
     with kept_generators():
-        facts = partial(facts_of, dataset, directory, num_workers, here)
-        plans: list[Any] = exchange(store_client(), "cache_dataset", facts, _plans)
-        plan = next(plan for plan in plans if plan["node"] == here.node_rank)
+        files: Files
+        first: Any
+        workers = 0
+
+        def look() -> Facts:
+            nonlocal files, first, workers
+            check_source(dataset)
+            workers = workers_for(num_workers, dataset, here)
+            files, first = files_of(dataset, directory)
+            return {"the class": class_name(dataset), "the length": files.source["length"]}
+
+        exchange(store_client(), "cache_dataset", look, _require_same)
         with rank_zero_first(local=True):
-            first, parts = read_sample(dataset, 0)
-            files = files_of(Path(plan["place"]), plan["source"], fields_of(parts))
             if here.is_local_main:
-                ensure(dataset, files, plan["source"], plan["workers"])
+                ensure(dataset, files, workers)
             return CachedDataset(dataset, files, first)
 
 
@@ -105,10 +110,11 @@ class CachedDataset(ReadsBatches):
         )
 
     def __len__(self) -> int:
-        return self._files.length
+        length: int = self._files.source["length"]
+        return length
 
     def __getitem__(self, index: int) -> Any:
-        return filled(self._sample, (column.part(index) for column in self._columns))
+        return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Tensor | Sequence[int]) -> list[Any]:
         """Return the samples at `indices`, as ``DataLoader`` asks for them."""
@@ -156,8 +162,5 @@ def _collated(leaf: Any, rows: Tensor | Ragged) -> Any:
     return rows
 
 
-def _plans(facts_of_ranks: list[dict[str, Any]]) -> list[Any]:
-    """Require the same dataset on all ranks; return the plan of each node."""
-    plans = [facts.pop("plan") for facts in facts_of_ranks]
-    raise_if_different("cache_dataset", facts_of_ranks, "Pass the same dataset on every rank.")
-    return [plan for plan in plans if plan is not None]
+def _require_same(all_facts: list[dict[str, Any]]) -> None:
+    raise_if_different("cache_dataset", all_facts, "Pass the same dataset on every rank.")

@@ -68,9 +68,8 @@ class KeptBuffers:
     """
 
     def __init__(self, parts: Iterable[nn.Module]) -> None:
-        found = [own for part in parts if (own := own_tensors(part)[1])]
-        self._held = [(own, dict(own)) for own in found]
-        tensors = [b for own in found for b in own.values() if b is not None]
+        self._held = [(own, dict(own)) for part in parts if (own := own_tensors(part)[1])]
+        tensors = [b for _, before in self._held for b in before.values() if b is not None]
         # .data, because autograd may have saved a buffer.
         self._values = [(buffer.data, buffer.data.clone()) for buffer in tensors]
 

@@ -157,12 +157,13 @@ def read_weights(path: str | os.PathLike[str]) -> Any:
         OSError: for what cannot be opened.
         RuntimeError: for a file that holds something else, or is damaged.
     """
-    tensors = safetensors_for(path) if Path(path).suffix == ".safetensors" else None
     try:
-        if tensors is not None:
-            return tensors.load_file(path)
+        if Path(path).suffix == ".safetensors":
+            from safetensors.torch import load_file  # noqa: PLC0415  # pardata does not require it
+
+            return load_file(path)
         return torch.load(path, map_location="cpu", weights_only=True)
-    except OSError:
+    except (OSError, ImportError):
         raise
     except Exception as error:
         # torch and safetensors raise almost anything if a file is damaged, and name no file.
@@ -173,14 +174,3 @@ def read_weights(path: str | os.PathLike[str]) -> Any:
             f"safetensors, but cannot be read as one ({type(error).__name__}: {sentence}): is it "
             f"complete, and does it hold nothing but tensors?"
         ) from error
-
-
-def safetensors_for(path: str | os.PathLike[str]) -> Any:
-    """Return the module that reads and writes safetensors, which `path` is to be."""
-    try:
-        import safetensors.torch  # noqa: PLC0415  # pardata does not require it
-    except ImportError as error:
-        raise ImportError(
-            f"{path} needs safetensors, which are not installed: pip install safetensors"
-        ) from error
-    return safetensors.torch

@@ -52,11 +52,7 @@ class ExactModel(ReadThrough, Wrapper):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module."""
         role_of(self, lambda: broadcast(self.buffers()))
-        try:
-            return self.module(*inputs, **kwargs)
-        except Exception as error:
-            self._name_empty_share(error, (inputs, kwargs))
-            raise
+        return self.module(*inputs, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state of the module inside, and in its metadata what decides the last bit."""

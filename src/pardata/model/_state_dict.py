@@ -42,29 +42,35 @@ def load_whole(model: nn.Module, given: object, *, strict: bool, assign: bool) -
 
 def load_sharded(model: nn.Module, given: object, *, strict: bool, assign: bool) -> LoadedKeys:
     """Load into the module inside `model`, of which each rank has a part. Collective."""
-    # Whoever has a sharded model has paid for this import already.
-    from torch.distributed.checkpoint import state_dict as dcp  # noqa: PLC0415  # takes 0.5 s
-
     plain = unwrap(model)
-    found: list[tuple[dict[str, Any], LoadedKeys]] = []
+    found: list[LoadedKeys] = []
 
-    def check() -> dict[str, object]:
+    def load() -> None:
         if assign:
             raise ValueError(NO_ASSIGN)
-        state = _renamed(_read_state(given), plain)
-        found.append((state, _keys_of(plain, state, strict=strict)))
-        return {}
+        own = plain.state_dict()
+        whole = _renamed(_read_state(given), plain)
+        state = OrderedDict((name, _part(value, own.get(name))) for name, value in whole.items())
+        set_versions(state, versions_of(whole))
+        found.append(LoadedKeys(*plain.load_state_dict(state, strict=strict)))
 
-    # The ranks load together, so none begins where another cannot.
+    # All ranks hear of an error, although each loads for itself.
     require_world("load_weights")
-    exchange(store_client(), "load_weights", check)
-    ((state, keys),) = found
-    whole = not any(hasattr(value, "full_tensor") for value in state.values())
-    if whole:
-        state = _once(plain, state)
-    options = dcp.StateDictOptions(full_state_dict=whole, strict=False)
-    dcp.set_model_state_dict(plain, state, options=options)
-    return keys
+    exchange(store_client(), "load_weights", load)
+    return found[0]
+
+
+def _part(value: Any, like: Any) -> Any:
+    """Return this rank's part of a tensor that a module has sharded, where both have one shape."""
+    if not hasattr(like, "device_mesh") or hasattr(value, "device_mesh"):
+        return value
+    # Whoever has a sharded model has paid for this import already.
+    from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415  # takes 0.5 s
+
+    if getattr(value, "shape", None) != like.shape:
+        return value  # load_state_dict() says so
+    whole = value.detach().to(like.device)
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def _read_state(state: object) -> Mapping[str, Any]:
@@ -108,46 +114,8 @@ def _renamed(state: Mapping[str, Any], plain: nn.Module) -> dict[str, Any]:
     return renamed
 
 
-def _once(plain: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """Give what a module has under several names its first one alone.
-
-    PyTorch shards a tensor under one of the names, and then mixes it with those under the others.
-    """
-    first = {module: path for path, module in plain.named_modules()}
-    paths = {path: first[module] for path, module in plain.named_modules(remove_duplicate=False)}
-    once: OrderedDict[str, Any] = OrderedDict()
-    set_versions(once, versions_of(state))
-    for name, value in state.items():
-        path, dot, last = name.rpartition(".")
-        once[paths.get(path, path) + dot + last] = value
-    return once
-
-
 def _core(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _PREFIXES)
-
-
-def _keys_of(plain: nn.Module, state: dict[str, Any], *, strict: bool) -> LoadedKeys:
-    # PyTorch passes over names that are missing, strict or not: look here.
-    own = plain.state_dict()
-    names = own.keys()
-    missing = [name for name in names if name not in state]
-    unexpected = [name for name in state if name not in names]
-    if strict and (missing or unexpected):
-        raise RuntimeError(
-            f"the weights must have the names of {type(plain).__name__}, but missing are "
-            f"{missing} and unexpected {unexpected}: pass the weights of this model, or "
-            f"strict=False"
-        )
-    # Rank 0's would be sent in its own shape, at which gloo ends the processes that receive it.
-    for name in state.keys() & names:
-        found, must = (getattr(each[name], "shape", None) for each in (state, own))
-        if found != must:
-            raise RuntimeError(
-                f"the weights must have the shapes of {type(plain).__name__}, but `{name}` is "
-                f"{found} and not {must}: pass the weights of this model"
-            )
-    return LoadedKeys(missing, unexpected)
 
 
 def read_weights(path: str | os.PathLike[str]) -> Any:

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
@@ -27,7 +26,6 @@ _log = get_logger(__name__)
 
 _LOCK = "pardata-lock"
 _BUILDING = "pardata-building"
-_DAY = 24 * 60 * 60
 _CHUNK_BYTES = 2**24  # a worker decodes samples of so many bytes at once
 
 
@@ -40,9 +38,8 @@ def ensure(dataset: Any, files: Files, workers: int) -> None:
     with _locked(directory) as is_alone, on_cpu():
         if files.are_there():  # another process may just have built it
             return
-        for left in directory.glob(f"{_BUILDING}*"):  # by a process that was killed
-            if (is_alone and left.name.startswith(own)) or _is_old(left):
-                shutil.rmtree(left, ignore_errors=True)
+        for left in directory.glob(f"{own}*") if is_alone else ():  # by a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
         _log.info("pardata builds the cache in %s", directory)
         # Its own: where there are no locks, another process may be building here, too.
         unfinished = directory / f"{own}{token_hex(4)}"
@@ -53,12 +50,6 @@ def ensure(dataset: Any, files: Files, workers: int) -> None:
             raise OSError(error.errno, error.strerror, error.filename or str(unfinished)) from error
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)  # nothing, once it is published
-
-
-def _is_old(folder: Path) -> bool:
-    """Whether nothing was written into a folder for a day."""
-    times = [path.stat().st_mtime for path in (folder, *folder.iterdir())]
-    return time.time() - max(times) > _DAY
 
 
 @contextmanager

@@ -99,7 +99,14 @@ class CachedDataset(ReadsBatches):
     def __init__(self, dataset: Any, files: Files, first: Any) -> None:
         self.source, self.directory = dataset, files.folder.parent
         self._files = files
-        self._map()
+        try:
+            self._columns = files.columns()
+        except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:  # gone, damaged
+            raise RuntimeError(
+                f"the cache in {self.directory} must be of this dataset, but is of another or "
+                f"gone: give each dataset a directory of its own, pass the same dataset on every "
+                f"rank, and call cache_dataset again if files were removed or built anew"
+            ) from error
         self._sample: Any = first
         self._sample = self[0]  # whose parts do not hang on to the source's memory
         self._kinds = [leaf for _, leaf in leaves_with_path(self._sample, is_leaf=is_numbers)]
@@ -132,25 +139,10 @@ class CachedDataset(ReadsBatches):
         chosen = torch.as_tensor(indices, device="cpu")
         return [column.rows(chosen) for column in self._columns]
 
-    def _map(self) -> None:
-        try:
-            self._columns = self._files.columns()
-        except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:  # gone, damaged
-            raise RuntimeError(
-                f"the cache in {self.directory} must be of this dataset, but is of another or "
-                f"gone: give each dataset a directory of its own, pass the same dataset on every "
-                f"rank, and call cache_dataset again if files were removed or built anew"
-            ) from error
-
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> Any:
         # The files are mapped again where it arrives: a copy of them, or of a source that has its
         # data in memory, would defeat the purpose.
-        here_alone = ("_columns", "source")
-        return {name: value for name, value in vars(self).items() if name not in here_alone}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, source=None)
-        self._map()
+        return type(self), (None, self._files, self._sample)
 
 
 def _collated(leaf: Any, rows: Tensor | Ragged) -> Any:

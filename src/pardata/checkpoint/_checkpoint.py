@@ -7,24 +7,21 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.serialization import safe_globals
 
 from pardata._pytree import KeyPath, is_custom_container, map_with_path
-from pardata._validation import check_int
 from pardata.checkpoint import _shards as shards
 from pardata.checkpoint._files import STATE, UnusableError, verified
 from pardata.checkpoint._names import Name, candidates
-from pardata.checkpoint._snapshot import check_stateful
 from pardata.collectives._barrier import rank_zero_call
 from pardata.environment._logger import get_logger
-from pardata.environment._world import World, require_world, store_client
+from pardata.environment._world import World, store_client
 from pardata.model._unwrap import unwrap
 from pardata.rng._rng_state import restore_generators
-from pardata.store._consensus import Facts, raise_if_different
 from pardata.store._rank_format import format_ranks
 from pardata.store._remote_error import is_secondary
 from pardata.store._round import exchange
@@ -32,12 +29,11 @@ from pardata.strategies._weights import load_weights
 
 _log = get_logger(__name__)
 
-CURE = (
-    "Pass the same on all ranks: `per_rank` saves what each has of its own, and `rank_zero_call` "
-    "gives all the name of a directory that rank 0 has made."
-)
-
 _PATIENCE = timedelta(hours=2)  # with the slowest disk
+
+
+# Parameters that are sharded, by where their parts are in states.
+Likes: TypeAlias = dict[KeyPath, Tensor]
 
 
 @dataclass(frozen=True)
@@ -78,8 +74,13 @@ class Checkpoint(NamedTuple):
     generators: list[Any]
     metadata: Any = None
 
-    def give(self, here: World, things: Mapping[str, Any]) -> Restored:
+    def give(self, here: World, things: Mapping[str, Any], likes: Likes) -> Restored:
         """Give things their states, and return the rest. Collective.
+
+        Args:
+            here: this process.
+            things: by name.
+            likes: what shows how their parts are to be sharded.
 
         Raises:
             ValueError: for a name that was not saved.
@@ -88,9 +89,6 @@ class Checkpoint(NamedTuple):
         saved = self.generators
         lost = [name for name in self.manifest["per_rank"] if name not in self.objects]
         things = {name: thing for name, thing in things.items() if name not in lost}
-        likes: dict[KeyPath, Tensor] = {}
-        # All ranks hear of an error in it, because it runs the user's own code.
-        exchange(store_client(), "Checkpointer.restore", lambda: likes.update(_likes(things)))
         values = [name for name in self.manifest["values"] if name in self.objects]
         self._require(things)
         trees = self.trees_of([*things, *values], likes)
@@ -135,13 +133,8 @@ class Checkpoint(NamedTuple):
             names = ", ".join(f"`{name}`" for name in lost)
             _log.warning(text, names, saved["processes"], here.size, ranks=[0])
 
-    def trees_of(self, names: Iterable[str], likes: Mapping[KeyPath, Tensor]) -> Any:
-        """Return what was saved under these names, in memory of its own. Collective.
-
-        Args:
-            names: of what was saved.
-            likes: parameters that show how a part is to be sharded; it is whole otherwise.
-        """
+    def trees_of(self, names: Iterable[str], likes: Likes) -> Any:
+        """Return what was saved under these names, in memory of its own. Collective."""
         sharded = [at for at in self.sharded if at[0] in names]
         # A model's is under the very path, an optimizer's under that of the parameter's state.
         targets = {at: likes.get(at, likes.get(at[:-1])) for at in sharded}
@@ -155,32 +148,14 @@ class Checkpoint(NamedTuple):
         return map_with_path(trees, placed, is_leaf=is_custom_container)
 
 
-def newest(call: str, at: int | None, given: Mapping[str, Any], facts: Facts) -> Checkpoint | None:
+def newest(here: World, directory: Path, at: int | None) -> Checkpoint | None:
     """Read the newest checkpoint that is whole, of step `at` if given, or None. Collective.
 
-    Args:
-        call: its name, for errors.
-        at: of which step.
-        given: what is to be restored.
-        facts: of the call, with the `directory`, in which rank 0 looks.
-
     Raises:
-        TypeError: for a thing without a state, and an `at` that is no integer.
         ValueError: if the step is not there, or another directory must be meant.
-        RuntimeError: if ranks pass what differs, if there are checkpoints and none is complete,
-            or if not all ranks see what rank 0 sees.
+        RuntimeError: if there are checkpoints and none is complete, or if not all ranks see what
+            rank 0 sees.
     """
-    here, directory = require_world(call), Path(str(facts["directory"]))
-
-    def tell() -> Facts:
-        if at is not None:
-            check_int("at", at, least=0)
-        check_stateful(given)
-        return {**facts, "at": at, "objects": list(given)}
-
-    exchange(
-        store_client(), call, tell, lambda all_facts: raise_if_different(call, all_facts, CURE)
-    )
     passed_over: dict[Name, str] = {}
     while there := rank_zero_call(candidates, directory, at):
         if there == [*passed_over]:  # else one was added or removed meanwhile
@@ -268,9 +243,9 @@ def _load(name: str, thing: Any, tree: Any) -> None:
         ) from error
 
 
-def _likes(things: Mapping[str, object]) -> dict[KeyPath, Tensor]:
+def likes_of(things: Mapping[str, object]) -> Likes:
     """Return the parameters that are sharded, by where their parts are in the states of things."""
-    likes: dict[KeyPath, Tensor] = {}
+    likes: Likes = {}
     for name, thing in things.items():
         if isinstance(thing, nn.Module):
             state = unwrap(thing).state_dict().items()

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from pardata._validation import check_bool, check_int, local_path
 from pardata.checkpoint import _shards as shards
 from pardata.checkpoint._background import Background
-from pardata.checkpoint._checkpoint import CURE, Restored, newest
+from pardata.checkpoint._checkpoint import Likes, Restored, likes_of, newest
 from pardata.checkpoint._files import STATE, Record, save
 from pardata.checkpoint._folder import Folder
 from pardata.checkpoint._names import Retention, names
-from pardata.checkpoint._snapshot import Snapshot
+from pardata.checkpoint._snapshot import Snapshot, check_stateful
 from pardata.collectives._all_gather import gather_to_rank_zero
 from pardata.collectives._barrier import rank_zero_call
 from pardata.collectives._comm_errors import explain_comm_errors
@@ -28,6 +28,11 @@ from pardata.store._consensus import raise_if_different, require_equal
 from pardata.store._round import exchange
 
 _log = get_logger(__name__)
+
+_CURE = (
+    "Pass the same on all ranks: `per_rank` saves what each has of its own, and `rank_zero_call` "
+    "gives all the name of a directory that rank 0 has made."
+)
 
 
 class Checkpointer(AbstractContextManager["Checkpointer"]):
@@ -176,9 +181,19 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         """
         here = require_world("Checkpointer.restore")
         self.wait()
-        found = newest("Checkpointer.restore", at, objects, self._options)
-        if found is not None:
-            return found.give(here, objects)
+        likes: Likes = {}
+
+        def tell() -> dict[str, object]:
+            if at is not None:
+                check_int("at", at, least=0)
+            check_stateful(objects)
+            likes.update(likes_of(objects))
+            return {**self._options, "at": at, "objects": list(objects)}
+
+        differ = partial(raise_if_different, "Checkpointer.restore", cure=_CURE)
+        exchange(store_client(), "Checkpointer.restore", tell, differ)
+        if (found := newest(here, self._directory, at)) is not None:
+            return found.give(here, objects, likes)
         _log.info("there is no checkpoint in %s: the run starts from step 0", self._directory)
         return Restored()
 
@@ -236,4 +251,4 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
 def _raise_of_what_differs(all_facts: list[dict[str, Any]]) -> None:
     """Raise if ranks differ in options, or in details, of which each may have its own."""
     for kind in ("options", "details"):
-        raise_if_different("Checkpointer.save", [facts[kind] for facts in all_facts], CURE)
+        raise_if_different("Checkpointer.save", [facts[kind] for facts in all_facts], _CURE)

@@ -107,22 +107,13 @@ def _write(dataset: Any, files: Files, folder: Path, workers: int) -> dict[str, 
     with ExitStack() as stack:
         paths = files.paths(folder)
         columns = [stack.enter_context(closing(ColumnWriter(file))) for file in paths.values()]
-        written = _written(chunks, columns)
-        description = f"caching {type(dataset).__name__}"
-        for _ in progress(written, description, total=len(parts), batch_size=1):
-            pass
+        for packed in progress(chunks, f"caching {type(dataset).__name__}", batch_size=chunk):
+            for column, part in zip(columns, packed, strict=True):
+                column.add(*part)
         shapes = {path: column.finish() for path, column in zip(paths, columns, strict=True)}
     if ragged := [path for path, shape in shapes.items() if shape is None]:
         _log.info("a batch has a list of each part whose shape differs: %s", ", ".join(ragged))
     return shapes
-
-
-def _written(chunks: DataLoader[dict[str, Tensor]], columns: list[ColumnWriter]) -> Iterator[int]:
-    """Write what comes of all samples; yield something for each."""
-    for packed in chunks:
-        for column, part in zip(columns, packed, strict=True):
-            column.add(*part)
-        yield from range(len(packed[0][1]))
 
 
 def _publish(unfinished: Path, files: Files, shapes: dict[str, Any]) -> None:

@@ -560,12 +560,3 @@ def test_an_object_that_cannot_be_looked_at_on_one_rank_is_an_error_on_every_ran
     text = f"rank {size - 1} failed in `Checkpointer.restore`: OSError: no state\n(seen on rank"
     assert all(raised.text.startswith(text) for raised, _ in others)
     assert {total for _, total in (*others, last)} == {size}
-
-
-def test_the_file_in_a_checkpoint_is_none_of_weights_and_the_error_names_the_cure(tmp_path):
-    checkpointer, model = Checkpointer(tmp_path / "run"), nn.Linear(2, 2)
-    checkpointer.save(1, model=model)
-    (inside,) = tmp_path.glob("run/*/state.pt")
-    text = r"but 'objects' holds a dict: if this is a checkpoint of a Checkpointer, call its "
-    with pytest.raises(TypeError, match=text + r"restore\(model=model\)"):
-        load_weights(model, inside)

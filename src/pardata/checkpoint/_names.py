@@ -39,10 +39,6 @@ def names(directory: Path, prefix: str = "") -> list[Name]:
         entries = [entry.name for entry in directory.iterdir() if entry.name.startswith(prefix)]
     except FileNotFoundError:
         return []
-    except NotADirectoryError as error:
-        raise NotADirectoryError(
-            f"`directory` must be a folder, but {directory} is a file, or in one: pass another"
-        ) from error
     return sorted(filter(None, (Name.parse(entry.removeprefix(prefix)) for entry in entries)))
 
 

@@ -88,8 +88,6 @@ def _read_state(state: object) -> Mapping[str, Any]:
         # What a module's get_extra_state() returns may well be a dict.
         if isinstance(value, Mapping) and not key.endswith("_extra_state"):
             cure = f"of several things, pass the model's part, as checkpoint[{key!r}]"
-            if {"objects", "generators"} <= state.keys():
-                cure = "of a Checkpointer, call its restore(model=model)"
             raise TypeError(f"{must} {key!r} holds a dict: if this is a checkpoint {cure}")
     return state
 

@@ -105,9 +105,7 @@ class Checkpoint(NamedTuple):
 
         exchange(store_client(), "Checkpointer.restore (loading)", load)
         self._tell(here, lost)
-        if things and not resumes:
-            _log.info("pardata left seed and random generators as they are: no loader is restored")
-        elif resumes and not is_alike:
+        if resumes and not is_alike:
             text = "the seed is restored, but no random generators: %d process(es) saved theirs"
             _log.info(f"{text}, and there are %d now", len(saved), here.size)
         return Restored(self.manifest["step"], {n: trees[n] for n in values}, _is_there=True)

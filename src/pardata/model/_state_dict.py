@@ -3,6 +3,7 @@
 import os
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from torch import nn
 from pardata._validation import type_with_article
 from pardata.environment._world import require_world, store_client
 from pardata.model._modules import set_versions, versions_of
-from pardata.model._unwrap import Wrapper, layers, unwrap
+from pardata.model._unwrap import ShardedModule, Wrapper, layers
 from pardata.store._round import exchange
 
 # What wrappers put into the names of parameters.
@@ -29,9 +30,9 @@ class LoadedKeys(NamedTuple):
 
 
 def load_whole(model: nn.Module, given: object, *, strict: bool, assign: bool) -> LoadedKeys:
-    """Load into the module inside `model`, of which every rank has all."""
+    """Load into the module inside `model`, of which this rank has all, or a part."""
     *wrapped, plain = layers(model)
-    if assign and wrapped:
+    if assign and (wrapped or isinstance(plain, ShardedModule)):
         raise ValueError(NO_ASSIGN)
     state = _read_state(given)
     for layer in wrapped:
@@ -41,22 +42,11 @@ def load_whole(model: nn.Module, given: object, *, strict: bool, assign: bool) -
 
 
 def load_sharded(model: nn.Module, given: object, *, strict: bool, assign: bool) -> LoadedKeys:
-    """Load into the module inside `model`, of which each rank has a part. Collective."""
-    plain = unwrap(model)
+    """Load as `load_whole`, and raise an error of any rank on all, which belong together."""
     found: list[LoadedKeys] = []
-
-    def load() -> None:
-        if assign:
-            raise ValueError(NO_ASSIGN)
-        own = plain.state_dict()
-        whole = _renamed(_read_state(given), plain)
-        state = OrderedDict((name, _part(value, own.get(name))) for name, value in whole.items())
-        set_versions(state, versions_of(whole))
-        found.append(LoadedKeys(*plain.load_state_dict(state, strict=strict)))
-
-    # All ranks hear of an error, although each loads for itself.
+    load = partial(load_whole, model, given, strict=strict, assign=assign)
     require_world("load_weights")
-    exchange(store_client(), "load_weights", load)
+    exchange(store_client(), "load_weights", lambda: found.append(load()))
     return found[0]
 
 
@@ -93,7 +83,7 @@ def _read_state(state: object) -> Mapping[str, Any]:
 
 
 def _renamed(state: Mapping[str, Any], plain: nn.Module) -> dict[str, Any]:
-    """Give the entries of `state` the names that `plain` uses."""
+    """Give the entries of `state` the names that `plain` uses, and cut what it has sharded."""
     renamed: OrderedDict[str, Any] = OrderedDict()
     # What may be missing depends on which version of each module wrote `state`.
     versions = {_core(path): facts for path, facts in versions_of(state).items()}
@@ -108,7 +98,7 @@ def _renamed(state: Mapping[str, Any], plain: nn.Module) -> dict[str, Any]:
             raise ValueError(
                 f"`state_or_path` must name each parameter once, but {partner!r} comes twice"
             )
-        renamed[partner] = value
+        renamed[partner] = _part(value, own.get(partner))
     return renamed
 
 

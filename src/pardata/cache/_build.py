@@ -35,12 +35,12 @@ def ensure(dataset: Any, files: Files, workers: int) -> None:
     if files.are_there():
         return
     directory, own = files.folder.parent, f"{_BUILDING}-{gethostname()}-"
+    _log.info("pardata builds the cache in %s, or waits for the process that does", directory)
     with _locked(directory) as is_alone, on_cpu():
         if files.are_there():  # another process may just have built it
             return
         for left in directory.glob(f"{own}*") if is_alone else ():  # by a process that was killed
             shutil.rmtree(left, ignore_errors=True)
-        _log.info("pardata builds the cache in %s", directory)
         # Its own: where there are no locks, another process may be building here, too.
         unfinished = directory / f"{own}{token_hex(4)}"
         try:
@@ -65,11 +65,7 @@ def _locked(directory: Path) -> Iterator[bool]:
         with suppress(ImportError, OSError):
             import fcntl  # noqa: PLC0415  # Windows has none
 
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                _log.info("another process builds the cache in %s: this one waits", directory)
-                fcntl.flock(file, fcntl.LOCK_EX)
+            fcntl.flock(file, fcntl.LOCK_EX)
             is_alone = True
         yield is_alone
 

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -80,7 +81,9 @@ def cache_dataset(
             files, first = files_of(dataset, directory)
             return {"the class": class_name(dataset), "the length": files.source["length"]}
 
-        exchange(store_client(), "cache_dataset", look, _require_same)
+        cure = "Pass the same dataset on every rank."
+        differ = partial(raise_if_different, "cache_dataset", cure=cure)
+        exchange(store_client(), "cache_dataset", look, differ)
         with rank_zero_first(local=True):
             if here.is_local_main:
                 ensure(dataset, files, workers)
@@ -152,7 +155,3 @@ def _collated(leaf: Any, rows: Tensor | Ragged) -> Any:
     if isinstance(leaf, list) and isinstance(rows, Tensor):
         return list(rows.t().contiguous())  # a tensor for each place in a list of numbers
     return rows
-
-
-def _require_same(all_facts: list[dict[str, Any]]) -> None:
-    raise_if_different("cache_dataset", all_facts, "Pass the same dataset on every rank.")

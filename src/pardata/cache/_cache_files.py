@@ -5,16 +5,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from pardata._pytree import content_hash
 from pardata._validation import local_path
 from pardata.cache._column import Column
-from pardata.cache._original import (
-    Fields,
-    default_directory,
-    fields_of,
-    identity_of,
-    read_sample,
-)
+from pardata.cache._original import Fields, default_directory, identity_of, read_sample
 
 # Nothing else in the directory is touched: it may hold the user's own files too.
 FILES = "pardata-files-"
@@ -64,7 +60,7 @@ def files_of(dataset: Any, directory: Any) -> tuple[Files, Any]:
     """Return the files of a dataset, in a folder named after what they hold; and a sample."""
     source = identity_of(dataset)
     first, parts = read_sample(dataset, 0)
-    fields = fields_of(parts)
+    fields = {path: torch.empty_like(part, device="meta") for path, part in parts.items()}
     kinds = [[path, str(field.dtype), field.ndim] for path, field in sorted(fields.items())]
     place = default_directory(dataset, source) if directory is None else directory
     folder = local_path("directory", place) / (FILES + content_hash([source, kinds]))

@@ -11,13 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
-from pardata._pytree import (
-    bytes_of,
-    content_hash,
-    keystr,
-    leaves_with_path,
-    map_with_path,
-)
+from pardata._pytree import bytes_of, content_hash, keystr, leaves_with_path, map_with_path
 from pardata._validation import check_map_style, type_with_article
 from pardata.data._whole_batches import layers
 from pardata.data._workers import choose_workers
@@ -152,11 +146,6 @@ def parts_of(sample: Any) -> dict[str, Tensor]:
     if not named:
         raise TypeError(f"`sample` must have at least one part, but is {sample!r}")
     return {name: _as_tensor(leaf, name) for name, leaf in named.items()}
-
-
-def fields_of(parts: Mapping[str, Tensor]) -> Fields:
-    """Return what a sample of these parts is made of."""
-    return {path: torch.empty_like(part, device="meta") for path, part in parts.items()}
 
 
 def check_alike(parts: Mapping[str, Tensor], fields: Fields, number: int) -> None:

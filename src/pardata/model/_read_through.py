@@ -148,8 +148,5 @@ def refusing_forwards(wrapper: Any, name: str) -> Iterator[None]:
             )
 
     # One global hook for the time of the call costs the same for a module of any size.
-    handle = register_module_forward_pre_hook(refuse)
-    try:
+    with register_module_forward_pre_hook(refuse):
         yield
-    finally:
-        handle.remove()

@@ -120,8 +120,7 @@ class CachedDataset(ReadsBatches):
         )
 
     def __len__(self) -> int:
-        length: int = self._files.source["length"]
-        return length
+        return int(self._files.source["length"])
 
     def __getitem__(self, index: int) -> Any:
         return self.__getitems__([index])[0]

@@ -93,13 +93,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         self._background: Background | None = None
         self._group: Any = None  # the group of messages in the background
 
-    def save(
-        self,
-        step: int,
-        *,
-        per_rank: Mapping[str, Any] | None = None,
-        **objects: Any,
-    ) -> None:
+    def save(self, step: int, *, per_rank: Mapping[str, Any] | None = None, **objects: Any) -> None:
         """Save the state of `objects`, then remove what is older than `keep` others. Collective.
 
         It also saves the states of the default random generators of every rank.
@@ -211,7 +205,6 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         rank_zero_call(background.join)  # if that is interrupted, the next call waits again
         self._background = None
         rank_zero_call(background.check)  # its error first, for another one says no more
-        require_world("Checkpointer.wait")
         exchange(store_client(), "Checkpointer.wait", background.check)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -134,9 +134,8 @@ def refusing_forwards(wrapper: Any, name: str) -> Iterator[None]:
     """
 
     def refuse(module: nn.Module, _args: object) -> None:
-        if wrapper._forward_runs or not torch.is_grad_enabled():  # noqa: SLF001  # a public name would hide the module's
-            return
-        if in_backward():  # a checkpointed part runs again
+        runs = wrapper._forward_runs  # noqa: SLF001  # a public name would hide the module's
+        if runs or not torch.is_grad_enabled() or in_backward():  # a checkpointed part runs again
             return
         trains = any(parameter.requires_grad for parameter in module.parameters())
         if trains and any(own is module for own in wrapper.module.modules()):

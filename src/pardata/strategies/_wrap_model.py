@@ -70,8 +70,8 @@ def wrap_model(
         device: the world's device if not given; under ``"dp"`` the first of ``device_ids``.
         sync_batchnorm: replace each batch norm by PyTorch's ``SyncBatchNorm``, which uses the
             samples of all ranks. Every forward of it in training mode is then collective, and
-            `backward` takes no `Microbatches`. PyTorch has none for CPUs: there it is an error if
-            the model has batch norm. It changes nothing in a single process.
+            `backward` takes no `Microbatches`. PyTorch has none for CPUs: there the first forward
+            in training mode raises an error. It changes nothing in a single process.
         options: for the wrapped class. ``"ddp"``: ``find_unused_parameters``, ``bucket_cap_mb``,
             ``static_graph`` and so on. ``"dp"``: ``device_ids``, ``output_device``, ``dim``.
             ``"fsdp"``: ``blocks``, ``replicate``, and ``fully_shard``'s own, as ``mesh``,

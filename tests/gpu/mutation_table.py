@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+COPIES = "tests/gpu/test_copies.py"
 CHECKPOINTS = "tests/gpu/test_checkpoints_gpu.py"
 MODEL = "tests/gpu/test_model_gpu.py"
 PREFETCHING = "tests/gpu/test_prefetching.py"
@@ -111,6 +112,46 @@ MUTATIONS = {
         f"{PREFETCHING} -k nothing_waits_for_them",
     ),
     # --- checkpoint: what is taken of a run while it goes on
+    "a snapshot does not wait for its copies": Mutation(
+        "checkpoint/_snapshot.py",
+        "        copies.wait()\n",
+        "",
+        f"{CHECKPOINTS} {TWO} -k checkpoint",
+    ),
+    "copies are waited for on no device": Mutation(
+        "checkpoint/_snapshot.py",
+        "torch.get_device_module(gpu).current_stream(gpu).synchronize()",
+        "pass",
+        COPIES,
+        is_quick=True,
+    ),
+    "copies are waited for on one device": Mutation(
+        "checkpoint/_snapshot.py",
+        "self._gpus.add(tensor.device)",
+        "self._gpus = {tensor.device}",
+        f"{TWO} -k checkpoint",
+    ),
+    "copies are waited for on the current device alone": Mutation(
+        "checkpoint/_snapshot.py",
+        "current_stream(gpu).synchronize()",
+        "current_stream().synchronize()",
+        COPIES,
+    ),
+    "copies are not pinned": Mutation(
+        "checkpoint/_snapshot.py", 'device="cpu", pin_memory=True)', 'device="cpu")', COPIES
+    ),
+    "the host waits for each copy": Mutation(
+        "checkpoint/_snapshot.py",
+        "copy.copy_(tensor, non_blocking=True)",
+        "copy.copy_(tensor)",
+        COPIES,
+    ),
+    "what is copied is let go": Mutation(
+        "checkpoint/_snapshot.py",
+        "self._known[key] = tensor, copy",
+        "self._known[key] = copy, copy",
+        COPIES,
+    ),
     "nothing is copied": Mutation(
         "checkpoint/_snapshot.py",
         "make = copies.of if is_copied else _plain_tensor",
@@ -119,14 +160,14 @@ MUTATIONS = {
     ),
     "tensors on the CPU are not copied": Mutation(
         "checkpoint/_snapshot.py",
-        'tensor, tensor.to("cpu", copy=True)',
-        'tensor, tensor.to("cpu")',
+        "tensor.clone() if tensor.is_cpu else tensor.cpu()",
+        "tensor.cpu()",
         "tests/checkpoint/test_checkpoint_disk.py -k before_it_is_written",
     ),
     "tensors that are not strided are not copied": Mutation(
         "checkpoint/_snapshot.py",
-        'return tensor.to("cpu", copy=True)',
-        'return tensor.to("cpu")',
+        'tensor.to("cpu", copy=True)',
+        'tensor.to("cpu")',
         "tests/checkpoint/test_checkpoint_disk.py -k before_it_is_written",
     ),
     "values are not copied": Mutation(

@@ -91,7 +91,7 @@ class Checkpoint(NamedTuple):
         things = {name: thing for name, thing in things.items() if name not in lost}
         values = [name for name in self.manifest["values"] if name in self.objects]
         self._require(things)
-        trees = self.trees_of([*things, *values], likes)
+        trees = self.trees_of(things, values, likes)
         # What can be iterated shows that a run resumes, and not only what the run has learnt.
         bare = [one for one in things.values() if not isinstance(one, nn.Module)]
         resumes, is_alike = any(hasattr(one, "__iter__") for one in bare), len(saved) == here.size
@@ -131,8 +131,9 @@ class Checkpoint(NamedTuple):
             names = ", ".join(f"`{name}`" for name in lost)
             _log.warning(text, names, saved["processes"], here.size, ranks=[0])
 
-    def trees_of(self, names: Iterable[str], likes: Likes) -> Any:
-        """Return what was saved under these names, in memory of its own. Collective."""
+    def trees_of(self, things: Mapping[str, Any], values: list[str], likes: Likes) -> Any:
+        """Return the trees of things and values, all but weights in memory of their own. Collective."""
+        names = [*things, *values]
         sharded = [at for at in self.sharded if at[0] in names]
         # A model's is under the very path, an optimizer's under that of the parameter's state.
         targets = {at: likes.get(at, likes.get(at[:-1])) for at in sharded}
@@ -141,8 +142,10 @@ class Checkpoint(NamedTuple):
         def placed(at: KeyPath, leaf: Any) -> Any:
             return tensors[at] if at in tensors else shards.placed(leaf, likes.get(at[:-1]))
 
-        # Copied out of the mapped file; tensors that are one stay one.
-        trees = deepcopy({name: self.objects[name] for name in names})
+        # The file is mapped, and a module copies its weights; tensors that are one stay one.
+        modules = [name for name, thing in things.items() if isinstance(thing, nn.Module)]
+        copied = deepcopy({name: self.objects[name] for name in names if name not in modules})
+        trees = {**copied, **{name: self.objects[name] for name in modules}}
         return map_with_path(trees, placed, is_leaf=is_custom_container)
 
 

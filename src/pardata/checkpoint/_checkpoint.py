@@ -132,7 +132,7 @@ class Checkpoint(NamedTuple):
             _log.warning(text, names, saved["processes"], here.size, ranks=[0])
 
     def trees_of(self, things: Mapping[str, Any], values: list[str], likes: Likes) -> Any:
-        """Return the trees of things and values, all but weights in memory of their own. Collective."""
+        """Return the trees of things and values; weights are mapped, the others copied. Collective."""
         names = [*things, *values]
         sharded = [at for at in self.sharded if at[0] in names]
         # A model's is under the very path, an optimizer's under that of the parameter's state.
@@ -140,9 +140,11 @@ class Checkpoint(NamedTuple):
         tensors = shards.read(self.path, self.metadata, targets) if targets else {}
 
         def placed(at: KeyPath, leaf: Any) -> Any:
+            if at[0] in modules and str(at[1]).endswith("_extra_state"):
+                return deepcopy(leaf)
             return tensors[at] if at in tensors else shards.placed(leaf, likes.get(at[:-1]))
 
-        # The file is mapped, and a module copies its weights; tensors that are one stay one.
+        # Tensors that are one stay one. A module copies its weights, but no extra state.
         modules = [name for name, thing in things.items() if isinstance(thing, nn.Module)]
         copied = deepcopy({name: self.objects[name] for name in names if name not in modules})
         trees = {**copied, **{name: self.objects[name] for name in modules}}

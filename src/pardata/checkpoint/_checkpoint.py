@@ -132,7 +132,7 @@ class Checkpoint(NamedTuple):
             _log.warning(text, names, saved["processes"], here.size, ranks=[0])
 
     def trees_of(self, things: Mapping[str, Any], values: list[str], likes: Likes) -> Any:
-        """Return the trees of things and values; weights are mapped, the others copied. Collective."""
+        """Return the trees of things and values: weights mapped, the others copied. Collective."""
         names = [*things, *values]
         sharded = [at for at in self.sharded if at[0] in names]
         # A model's is under the very path, an optimizer's under that of the parameter's state.

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import TensorDataset
 
 from pardata import Checkpointer, backward, fingerprint, make_loader, world, wrap_model
-from pardata.checkpoint._files import _digest, size_and_digest, verified
+from pardata.checkpoint._files import _digest, record_of, verified
 from pardata.checkpoint._names import names
 
 STRATEGIES = ("none", "dp", "ddp", "fsdp", "exact")
@@ -156,7 +156,7 @@ def sign(checkpoint, **facts):
     """Give a checkpoint a manifest of what is in it now, with the right checksums."""
     manifest = json.loads((checkpoint / "manifest.json").read_text())["manifest"]
     found = [f for f in checkpoint.rglob("*") if f.is_file() and f.name != "manifest.json"]
-    files = {str(f.relative_to(checkpoint)): size_and_digest(f) for f in found}
+    files = {str(f.relative_to(checkpoint)): record_of(f) for f in found}
     manifest |= {"files": files, **facts}
     signed = {"sha256": _digest(manifest), "manifest": manifest}
     (checkpoint / "manifest.json").write_text(json.dumps(signed))

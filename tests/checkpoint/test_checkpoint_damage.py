@@ -211,10 +211,7 @@ def test_no_code_of_a_checkpoint_runs(saved, tmp_path):
     assert not (tmp_path / "harm").exists()
 
 
-SHARDED = {"objects": {"value": None}, "sharded": [("value",)], "generators": []}
-
-
-@pytest.mark.parametrize("contents", [1, None, [], {}, torch.ones(2), SHARDED], ids=str)
+@pytest.mark.parametrize("contents", [1, None, [], {}, torch.ones(2)], ids=str)
 def test_what_is_not_a_checkpoints_is_passed_over(contents, saved, tmp_path):
     directory = shutil.copytree(saved, tmp_path / "run")
     newest = paths(directory)[2]

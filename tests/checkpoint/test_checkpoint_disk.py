@@ -17,7 +17,8 @@ from torch import nn
 from pardata import Checkpointer, all_reduce_sum, rank_zero_call, world
 from pardata.checkpoint import _checkpointer
 from pardata.checkpoint._background import Background
-from pardata.checkpoint._folder import Attempt
+from pardata.checkpoint._folder import Folder
+from pardata.checkpoint._names import Retention
 
 LARGE = 12_000_000  # numbers: more bytes than `limited` leaves room for, also in halves
 
@@ -33,8 +34,8 @@ def lose(directory, _):
 
 
 def claim(directory, _):
-    rank_zero_call(Attempt(directory).claim)
-    return lambda: None
+    rank_zero_call(Folder(directory, Retention(3, None, None)).begin, 1)
+    return lambda: rank_zero_call(lambda: [shutil.rmtree(p) for p in directory.glob(".unf*")])
 
 
 def test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
@@ -55,7 +56,7 @@ def test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, mon
 
 # How it begins, for one who writes, which returns how it ends; and what every rank is told.
 GONE = "must stay, but {} is gone: was it removed, or its"
-NEWER = "but this is attempt 1 and attempt 2 has begun (process"
+NEWER = "but another one has begun (process"
 NO_ROOM = "[Errno 27] File too large, while saving step 2: earlier checkpoints are still in {}"
 NO_ROOM_FOR_SHARDS = "not all ranks could read or write their parts: rank 1: "
 TROUBLES = {

@@ -59,9 +59,9 @@ def test_a_process_finishes_the_last_one_and_ends_with_status_1_where_that_fails
 FORKING = """if True:
     import os, sys, threading
     from pardata import Checkpointer
-    from pardata.checkpoint import _folder
-    forked, save = threading.Event(), _folder.save
-    _folder.save = lambda *args: (forked.wait(), save(*args))
+    from pardata.checkpoint import _checkpointer
+    forked, save = threading.Event(), _checkpointer.save
+    _checkpointer.save = lambda *args: (forked.wait(), save(*args))[1]
     with Checkpointer(sys.argv[1], asynchronous=True) as checkpointer:
         checkpointer.save(4, value=1)
         child = os.fork()

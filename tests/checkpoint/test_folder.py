@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from pardata import Checkpointer
 from pardata.checkpoint import _folder as folders
-from pardata.checkpoint._folder import Attempt, Folder
+from pardata.checkpoint._files import save
+from pardata.checkpoint._folder import Folder
 from pardata.checkpoint._names import Name, Retention, names
 
 
@@ -28,22 +29,21 @@ class Writer(Folder):
     def act(self, action, step=None):
         """Return the path of the checkpoint that was finished, if one was."""
         begun, self.begun = self.begun, None
+        if action in ("begin", "write"):
+            begun = self.begin(step)
         if action == "begin":
-            self.begun = self.begin(step), *self.draft(step)
+            self.begun = begun
             return None
-        if action == "write":
-            begun = None, *self.draft(step)
         if begun is None:
             return None
         if action == "fail":
             with contextlib.suppress(OSError):
-                self.finish(*begun, lose_a_part)
+                self.finish({"step": self._name.step}, lose_a_part)
             return None
-        self.finish(*begun, dict)
+        state = begun / "state.pt"
+        text = f"{id(self)} {self._name.step}"
+        self.finish({"step": self._name.step}, lambda: {"state.pt": save(text, state)})
         return self._directory / str(self._name)
-
-    def draft(self, step):
-        return {"step": step}, f"{id(self)} {step}"
 
 
 def lose_a_part():
@@ -120,7 +120,7 @@ def test_a_new_attempt_removes_what_the_last_one_was_killed_over(tmp_path):
     (tmp_path / ".unfinished-mine").mkdir()
     save_steps(tmp_path, 3)
     assert leftovers(tmp_path) == [".unfinished-mine"]
-    assert [path.name for path in tmp_path.glob("*.txt")] == ["attempt-0002.txt"]
+    assert [path.name for path in paths(tmp_path)] == ["attempt-0002-step-000000003"]
 
 
 # --- two runs
@@ -133,13 +133,13 @@ def test_the_older_of_two_is_told_who_the_other_one_is_and_changes_nothing(end, 
     older.act("begin", 2)
     newer.act("write", 1)
     before = sorted(tmp_path.rglob("*"))
-    older.begun[0].mkdir()  # as where the newer one came later, while the older one wrote
+    older.begun.mkdir()  # as where the newer one came later, while the older one wrote
     for action, step in ((end, 2), ("begin", 3), ("write", 1), ("write", 9)):
         with pytest.raises(RuntimeError) as raised:
             older.act(action, step)
         assert str(raised.value).startswith(
-            f"one run at a time must write to {tmp_path}, but this is attempt 1 and attempt 2 has "
-            f"begun (process {os.getpid()} on "
+            f"one run at a time must write to {tmp_path}, but another one has begun (process "
+            f"{os.getpid()} on "
         )
         assert "this run is the older one and must end; give it a directory" in str(raised.value)
         assert sorted(tmp_path.rglob("*")) == before
@@ -150,55 +150,55 @@ def test_nothing_is_removed_once_a_newer_one_has_begun(tmp_path, monkeypatch):
     writer.act("write", 1)
     writer.act("write", 2)
     # It begins when the third one has its name, and the first one is to go.
-    monkeypatch.setattr(folders, "sync", lambda _: Attempt(tmp_path).claim())
+    monkeypatch.setattr(folders, "sync", lambda _: Writer(tmp_path).begin(1))
     with pytest.raises(RuntimeError, match="this run is the older one and must end"):
         writer.act("write", 3)
     assert [name.step for name in names(tmp_path)] == [1, 2, 3]
 
 
-def test_the_older_one_stays_the_older_one_also_where_the_directory_was_emptied(tmp_path):
+def test_a_newer_one_is_above_what_an_older_one_has_begun(tmp_path):
+    older, newer = Writer(tmp_path), Writer(tmp_path)
+    older.act("begin", 9)
+    assert newer.act("write", 1).name == "attempt-0002-step-000000001"
+
+
+@pytest.mark.parametrize("left", ["", "run"])
+def test_the_older_one_stays_the_older_one_also_where_the_directory_was_emptied(left, tmp_path):
     directory = tmp_path / "run"
-    older, newer = Attempt(directory), Attempt(directory)
-    older.claim()
+    older, newer = Writer(directory), Writer(directory)
+    older.act("write", 1)
     shutil.rmtree(directory)
-    newer.claim()
-    assert newer.number == older.number
+    (tmp_path / left).mkdir(exist_ok=True)
+    newer.act("write", 1)
     with pytest.raises(RuntimeError, match="this run is the older one"):
-        older.check()
-    newer.check()
+        older.act("write", 2)
+    newer.act("write", 2)
 
 
-def test_a_claim_that_cannot_be_read_is_one_and_one_that_cannot_be_written_is_none(tmp_path):
-    attempt = Attempt(tmp_path)
-    attempt.claim()
+def test_a_run_writes_on_in_a_directory_that_was_emptied(tmp_path):
+    directory = tmp_path / "run"
+    writer = Writer(directory)
+    writer.act("write", 1)
+    shutil.rmtree(directory)
+    directory.mkdir()
+    writer.act("write", 2)
+    assert whole_steps(directory) == [2]
+
+
+def test_one_that_cannot_write_its_name_takes_nothing_over(tmp_path):
+    writer, other = Writer(tmp_path), Writer(tmp_path)
+    writer.act("write", 1)
     end = limited(20)
     try:
         with pytest.raises(OSError, match="File too large"):
-            Attempt(tmp_path).claim()
+            other.act("begin", 2)
     finally:
         end()
-    attempt.check()
-    assert [path.name for path in tmp_path.iterdir()] == ["attempt-0001.txt"]
-    for content in (b"", b"\xff"):
-        (tmp_path / "attempt-0007.txt").write_bytes(content)
-        with pytest.raises(RuntimeError, match=r"attempt 7 has begun \(by another process\)"):
-            attempt.check()
-
-
-def test_of_two_that_claim_at_the_same_moment_one_goes_on(tmp_path, monkeypatch):
-    older, newer = Attempt(tmp_path), Attempt(tmp_path)
-
-    def names_while_the_other_claims(_):
-        monkeypatch.undo()
-        older.claim()
-        return []
-
-    monkeypatch.setattr("pardata.checkpoint._folder.names", names_while_the_other_claims)
-    newer.claim()
-    newer.check()
-    assert [path.name for path in tmp_path.iterdir()] == ["attempt-0002.txt"]
-    with pytest.raises(RuntimeError, match="this is attempt 1 and attempt 2 has begun"):
-        older.check()
+    writer.act("write", 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*map(str, names(tmp_path)), "owner"]
+    other.act("begin", 3)
+    with pytest.raises(RuntimeError, match="this run is the older one"):
+        writer.act("write", 3)
 
 
 ACTIONS = st.lists(
@@ -220,14 +220,14 @@ def test_however_several_runs_interleave_the_newest_alone_adds_and_removes(actio
                 continue
             before = names(directory)
             writer = writers[number]
-            claims = writer._attempt.number == 0
+            claims = not writer._has_begun
             try:
                 finished = writer.act(action, step)
             except RuntimeError:
                 assert writer is not newest
                 assert names(directory) == before
                 continue
-            newest = writer if claims and writer._attempt.number > 0 else newest
+            newest = writer if claims and writer._has_begun else newest
             assert writer is newest or names(directory) == before
             if finished is not None:
                 contents[finished] = f"{id(writer)} {writer._name.step}"

@@ -177,9 +177,9 @@ MUTATIONS = {
         "tests/checkpoint/test_checkpoint_disk.py -k before_it_is_written",
     ),
     "shards are not copied": Mutation(
-        "checkpoint/_shards.py",
-        'part.detach().to("cpu", copy=True)',
-        "part.detach()",
+        "checkpoint/_snapshot.py",
+        'p.detach().to("cpu", copy=True)',
+        "p.detach()",
         f"{CHECKPOINTS} -k 'fsdp and True'",
     ),
     # --- gradient and collective: what ranks tell each other in a step

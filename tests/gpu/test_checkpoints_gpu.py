@@ -72,3 +72,21 @@ def test_a_checkpoint_is_of_its_step_and_goes_anywhere(
     for before, after, restored in found:
         assert before != after
         assert restored == [before] * 3
+
+
+def stepped(device):
+    scale = nn.Parameter(torch.ones((), device=device))
+    optimizer = torch.optim.Adam([scale])
+    scale.square().backward()
+    optimizer.step()
+    return optimizer
+
+
+def test_the_steps_of_a_parameter_without_dimensions_stay_on_the_cpu(device, tmp_path):
+    optimizer = stepped(device)
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, optimizer=optimizer)
+    checkpointer.restore(optimizer=optimizer)
+    ((parameter, state),) = optimizer.state.items()
+    assert state["step"].device.type == "cpu"
+    assert state["exp_avg"].device == parameter.device

@@ -5,7 +5,6 @@ What is refused, and in which words: `tests/promises/misuse_models.py`.
 
 import hashlib
 import re
-import sys
 
 import pytest
 import torch
@@ -103,15 +102,11 @@ def spoiled_loads(strategy):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_strict_loading_and_a_wrong_shape_name_the_entry_and_any_other_returns_the_names(strategy):
     for (less, more, wide), loose, refused in run(spoiled_loads, strategy, world_size=2):
-        assert re.search(r"(?s)(Missing key.*|missing are .*)last\.bias", less)
-        assert re.search(r"(?s)(Unexpected key.*|unexpected .*)module\.stranger", more)
+        assert re.search(r"(?s)Missing key.*last\.bias", less)
+        assert re.search(r"(?s)Unexpected key.*module\.stranger", more)
         assert re.search(r"last\.weight.*9.*8", wide)
         assert loose == [(["last.bias"], []), ([], ["module.stranger"])]
         assert refused == {f"ValueError: {NO_ASSIGN}"}
-        assert strategy == "ddp" or less == (
-            "the weights must have the names of FSDPNet, but missing are ['last.bias'] and "
-            "unexpected []: pass the weights of this model, or strict=False"
-        )
 
 
 def test_a_bare_module_can_be_assigned_to_and_one_under_dp_not():
@@ -183,11 +178,9 @@ def _spoiled_on_one_rank():
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_shape_that_does_not_fit_on_rank_0_alone_is_told_to_all(size):
-    # It is rank 0's that is sent: gloo would end the others' processes.
     for raised in run_caught(_misshapen_on_rank_0, world_size=size):
         assert raised.type == "RuntimeError"
-        assert "the weights must have the shapes of FSDPNet, but `last.weight` is" in raised.text
-        assert "torch.Size([9]) and not torch.Size([3, 8]): pass the weights" in raised.text
+        assert "size mismatch for last.weight: copying a param with shape" in raised.text
 
 
 def _misshapen_on_rank_0():
@@ -254,14 +247,6 @@ def test_a_file_of_safetensors_is_loaded(tmp_path):
     save_file(source.state_dict(), tmp_path / "x.safetensors")
     assert load_weights(model, tmp_path / "x.safetensors") == ([], [])
     assert fingerprint(model) == fingerprint(source)
-
-
-def test_safetensors_that_are_not_installed_are_told(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    with pytest.raises(ImportError, match=r"x\.safetensors needs safetensors, which are not ins"):
-        load_weights(seeded(0), tmp_path / "x.safetensors")
-    assert list(tmp_path.iterdir()) == []
 
 
 # fingerprint

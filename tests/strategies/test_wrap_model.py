@@ -15,14 +15,12 @@ from on_ranks import caught, run, run_caught
 from sharding import whole
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.utils.data import TensorDataset
 
 from pardata import (
     Microbatches,
     backward,
     check_in_sync,
     fingerprint,
-    make_loader,
     unwrap,
     world,
     wrap_model,
@@ -285,43 +283,3 @@ def test_an_embedding_that_writes_into_its_rows_is_refused(strategy, kind):
             "and after each optimizer.step() call weight.data.renorm_(2, 0, 0.5)"
         )
     assert wrap_model(net) is net  # a single process
-
-
-# --- a share without rows, and a model that does not take it ---
-
-
-class Heads(nn.Module):
-    """Splits its rows as attention does, which PyTorch cannot with none of them."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x, width=2):
-        return self.linear(x).view(len(x), -1, width).sum(dim=(1, 2))
-
-
-def evaluated_without_rows(strategy):
-    model, data = wrap_model(Heads(), strategy), TensorDataset(torch.ones(3, 4))
-    with torch.no_grad():
-        plain = [caught(model, x) for (x,) in make_loader(data, 2)]
-        steps = make_loader(data, 2, microbatch_size=1)
-        counts = [len(model(x)) for step in steps for (x,) in step]
-        other = caught(model, torch.ones(2, 4), 3)
-    return plain, counts, other
-
-
-EMPTY = (
-    "the model must take a batch without rows, but Heads raised RuntimeError: this rank has no "
-    "sample of a step that has fewer samples than there are ranks; pass `microbatch_size` to "
-    "make_loader and loop over the Microbatches, of which this rank then has none"
-)
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "exact"])
-def test_the_error_of_a_model_that_takes_no_empty_share_names_microbatches(strategy):
-    first, second = run(evaluated_without_rows, strategy, world_size=2)
-    plain, counts, other = second
-    assert (len(plain[0]), plain[1].type, plain[1].text) == (1, "RuntimeError", EMPTY)
-    assert (counts, len(first[0][1]), first[1]) == ([1], 1, [1, 1])
-    assert "is invalid for input of size 8" in other.text  # its own error, of a batch with rows

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
@@ -20,7 +19,6 @@ from pardata.cache._cache_files import FILES, SOURCE, Files
 from pardata.cache._column import ColumnWriter, Shapes
 from pardata.cache._original import CHUNK, Fields, check_alike, read_sample
 from pardata.data._whole_batches import on_cpu
-from pardata.data._worker_processes import end_with_this_process
 from pardata.environment._logger import get_logger
 from pardata.output._progress import progress
 
@@ -28,38 +26,30 @@ _log = get_logger(__name__)
 
 _LOCK = "pardata-lock"
 _BUILDING = "pardata-building"
-_DAY = 24 * 60 * 60
 _CHUNK_BYTES = 2**24  # a worker decodes samples of so many bytes at once
 
 
-def ensure(dataset: Any, files: Files, source: dict[str, Any], workers: int) -> None:
+def ensure(dataset: Any, files: Files, workers: int) -> None:
     """Build the cache of this source unless it is there."""
-    directory, own = files.folder.parent, f"{_BUILDING}-{gethostname()}-"
     # If there is nothing to do, no lock is needed: for a lock the directory must be writable.
-    left_here = any(directory.glob(f"{own}*"))
-    if files.are_there() and not (left_here and os.access(directory, os.W_OK)):
+    if files.are_there():
         return
+    directory, own = files.folder.parent, f"{_BUILDING}-{gethostname()}-"
+    _log.info("pardata builds the cache in %s, or waits for the process that does", directory)
     with _locked(directory) as is_alone, on_cpu():
-        for left in directory.glob(f"{_BUILDING}*"):  # by a process that was killed
-            if (is_alone and left.name.startswith(own)) or _is_old(left):
-                shutil.rmtree(left, ignore_errors=True)
         if files.are_there():  # another process may just have built it
             return
-        _log.info("pardata builds the cache in %s", directory)
+        for left in directory.glob(f"{own}*") if is_alone else ():  # by a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
         # Its own: where there are no locks, another process may be building here, too.
         unfinished = directory / f"{own}{token_hex(4)}"
         try:
             unfinished.mkdir()
-            shapes = _write(dataset, files, unfinished, workers)
-            _publish(unfinished, files, {**source, "shapes": shapes})
+            _publish(unfinished, files, _write(dataset, files, unfinished, workers))
+        except OSError as error:  # a full disk's lacks the name
+            raise OSError(error.errno, error.strerror, error.filename or str(unfinished)) from error
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)  # nothing, once it is published
-
-
-def _is_old(folder: Path) -> bool:
-    """Whether nothing was written into a folder for a day."""
-    times = [path.stat().st_mtime for path in (folder, *folder.iterdir())]
-    return time.time() - max(times) > _DAY
 
 
 @contextmanager
@@ -75,11 +65,7 @@ def _locked(directory: Path) -> Iterator[bool]:
         with suppress(ImportError, OSError):
             import fcntl  # noqa: PLC0415  # Windows has none
 
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                _log.info("another process builds the cache in %s: this one waits", directory)
-                fcntl.flock(file, fcntl.LOCK_EX)
+            fcntl.flock(file, fcntl.LOCK_EX)
             is_alone = True
         yield is_alone
 
@@ -113,49 +99,28 @@ def _write(dataset: Any, files: Files, folder: Path, workers: int) -> dict[str, 
     size = sum(field.nbytes for field in files.fields.values())
     chunk = min(CHUNK, max(1, _CHUNK_BYTES // max(1, size)))
     parts = _Parts(dataset, files.fields)
-    ends = end_with_this_process()
-    chunks = DataLoader(
-        parts,
-        chunk,
-        num_workers=workers,
-        collate_fn=_packed,
-        worker_init_fn=ends if workers else None,
-    )
+    chunks = DataLoader(parts, chunk, num_workers=workers, collate_fn=_packed)
     with ExitStack() as stack:
         paths = files.paths(folder)
         columns = [stack.enter_context(closing(ColumnWriter(file))) for file in paths.values()]
-        written = _written(chunks, columns)
-        description = f"caching {type(dataset).__name__}"
-        for _ in progress(written, description, total=files.length, batch_size=1):
-            pass
+        for packed in progress(chunks, f"caching {type(dataset).__name__}", batch_size=chunk):
+            for column, part in zip(columns, packed, strict=True):
+                column.add(*part)
         shapes = {path: column.finish() for path, column in zip(paths, columns, strict=True)}
     if ragged := [path for path, shape in shapes.items() if shape is None]:
         _log.info("a batch has a list of each part whose shape differs: %s", ", ".join(ragged))
     return shapes
 
 
-def _written(chunks: DataLoader[dict[str, Tensor]], columns: list[ColumnWriter]) -> Iterator[int]:
-    """Write what comes of all samples; yield something for each."""
-    try:
-        for packed in chunks:
-            for column, part in zip(columns, packed, strict=True):
-                column.add(*part)
-            yield from range(len(packed[0][1]))
-    except Exception as error:
-        if chunks.num_workers == 0:
-            raise
-        # Its frames, which tell nothing of the sample, would keep the workers alive.
-        raise error.with_traceback(None) from error.__cause__
-
-
-def _publish(unfinished: Path, files: Files, facts: dict[str, Any]) -> None:
+def _publish(unfinished: Path, files: Files, shapes: dict[str, Any]) -> None:
     """Make what was built the cache, in one step, and remove what was there before.
 
     If another process was faster, its cache stays.
     """
     final = files.folder
     # Written before anything of the old cache goes: the disk may be full now.
-    facts["files"] = {path.name: path.stat().st_size for path in sorted(unfinished.iterdir())}
+    sizes = {path.name: path.stat().st_size for path in sorted(unfinished.iterdir())}
+    facts = {**files.source, "shapes": shapes, "files": sizes}
     (unfinished / SOURCE).write_text(json.dumps(facts, indent=1))
     for path in unfinished.iterdir():
         with path.open("r+b") as file:

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -13,13 +12,13 @@ from torch.utils.data import Dataset, default_collate
 from pardata._pytree import bytes_of, leaves_with_path, map_with_path
 from pardata.cache._build import ensure
 from pardata.cache._cache_files import Files, files_of
-from pardata.cache._original import facts_of, fields_of, filled, is_numbers, read_sample
+from pardata.cache._original import check_source, class_name, filled, is_numbers, workers_for
 from pardata.collectives._barrier import rank_zero_first
 from pardata.data._batch_parts import Ragged
 from pardata.data._whole_batches import ReadsBatches
 from pardata.environment._world import require_world, store_client
 from pardata.rng._rng_state import kept_generators
-from pardata.store._consensus import raise_if_different
+from pardata.store._consensus import Facts, raise_if_different
 from pardata.store._round import exchange
 
 
@@ -71,14 +70,23 @@ def cache_dataset(
     """
     here = require_world("cache_dataset")
     with kept_generators():
-        facts = partial(facts_of, dataset, directory, num_workers, here)
-        plans: list[Any] = exchange(store_client(), "cache_dataset", facts, _plans)
-        plan = next(plan for plan in plans if plan["node"] == here.node_rank)
+        files: Files
+        first: Any
+        workers = 0
+
+        def look() -> Facts:
+            nonlocal files, first, workers
+            check_source(dataset)
+            workers = workers_for(num_workers, dataset, here)
+            files, first = files_of(dataset, directory)
+            return {"the class": class_name(dataset), "the length": files.source["length"]}
+
+        cure = "Pass the same dataset on every rank."
+        differ = partial(raise_if_different, "cache_dataset", cure=cure)
+        exchange(store_client(), "cache_dataset", look, differ)
         with rank_zero_first(local=True):
-            first, parts = read_sample(dataset, 0)
-            files = files_of(Path(plan["place"]), plan["source"], fields_of(parts))
             if here.is_local_main:
-                ensure(dataset, files, plan["source"], plan["workers"])
+                ensure(dataset, files, workers)
             return CachedDataset(dataset, files, first)
 
 
@@ -94,7 +102,14 @@ class CachedDataset(ReadsBatches):
     def __init__(self, dataset: Any, files: Files, first: Any) -> None:
         self.source, self.directory = dataset, files.folder.parent
         self._files = files
-        self._map()
+        try:
+            self._columns = files.columns()
+        except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:  # gone, damaged
+            raise RuntimeError(
+                f"the cache in {self.directory} must be of this dataset, but is of another or "
+                f"gone: give each dataset a directory of its own, pass the same dataset on every "
+                f"rank, and call cache_dataset again if files were removed or built anew"
+            ) from error
         self._sample: Any = first
         self._sample = self[0]  # whose parts do not hang on to the source's memory
         self._kinds = [leaf for _, leaf in leaves_with_path(self._sample, is_leaf=is_numbers)]
@@ -105,10 +120,10 @@ class CachedDataset(ReadsBatches):
         )
 
     def __len__(self) -> int:
-        return self._files.length
+        return int(self._files.source["length"])
 
     def __getitem__(self, index: int) -> Any:
-        return filled(self._sample, (column.part(index) for column in self._columns))
+        return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Tensor | Sequence[int]) -> list[Any]:
         """Return the samples at `indices`, as ``DataLoader`` asks for them."""
@@ -126,25 +141,10 @@ class CachedDataset(ReadsBatches):
         chosen = torch.as_tensor(indices, device="cpu")
         return [column.rows(chosen) for column in self._columns]
 
-    def _map(self) -> None:
-        try:
-            self._columns = self._files.columns()
-        except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:  # gone, damaged
-            raise RuntimeError(
-                f"the cache in {self.directory} must be of this dataset, but is of another or "
-                f"gone: give each dataset a directory of its own, pass the same dataset on every "
-                f"rank, and call cache_dataset again if files were removed or built anew"
-            ) from error
-
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> Any:
         # The files are mapped again where it arrives: a copy of them, or of a source that has its
         # data in memory, would defeat the purpose.
-        here_alone = ("_columns", "source")
-        return {name: value for name, value in vars(self).items() if name not in here_alone}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, source=None)
-        self._map()
+        return type(self), (None, self._files, self._sample)
 
 
 def _collated(leaf: Any, rows: Tensor | Ragged) -> Any:
@@ -154,10 +154,3 @@ def _collated(leaf: Any, rows: Tensor | Ragged) -> Any:
     if isinstance(leaf, list) and isinstance(rows, Tensor):
         return list(rows.t().contiguous())  # a tensor for each place in a list of numbers
     return rows
-
-
-def _plans(facts_of_ranks: list[dict[str, Any]]) -> list[Any]:
-    """Require the same dataset on all ranks; return the plan of each node."""
-    plans = [facts.pop("plan") for facts in facts_of_ranks]
-    raise_if_different("cache_dataset", facts_of_ranks, "Pass the same dataset on every rank.")
-    return [plan for plan in plans if plan is not None]

@@ -5,9 +5,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from pardata._pytree import content_hash
+from pardata._validation import local_path
 from pardata.cache._column import Column
-from pardata.cache._original import Fields
+from pardata.cache._original import Fields, default_directory, identity_of, read_sample
 
 # Nothing else in the directory is touched: it may hold the user's own files too.
 FILES = "pardata-files-"
@@ -20,12 +23,12 @@ class Files(NamedTuple):
     Attributes:
         folder: where they are.
         fields: the parts of a sample, in any order.
-        length: number of samples.
+        source: what shows that they are of a dataset, and its length.
     """
 
     folder: Path
     fields: Fields
-    length: int
+    source: dict[str, Any]
 
     def paths(self, folder: Path) -> dict[str, Path]:
         """Return the file in a folder that has the values of each part."""
@@ -33,29 +36,32 @@ class Files(NamedTuple):
 
     def columns(self) -> list[Column]:
         """Return each part of all samples, in the order of the fields."""
-        shapes = self.facts()["shapes"]
+        shapes, length = self._facts()["shapes"], self.source["length"]
         paths = self.paths(self.folder)
         return [
-            Column.of(paths[path], field.dtype, self.length, shapes[path])
+            Column.of(paths[path], field.dtype, length, shapes[path])
             for path, field in self.fields.items()
         ]
 
-    def facts(self) -> dict[str, Any]:
+    def are_there(self) -> bool:
+        """Whether they are complete: each has as many bytes as were written."""
+        with suppress(OSError, ValueError, TypeError, KeyError):  # a damaged file may hold anything
+            written = self._facts()["files"]
+            return all((self.folder / name).stat().st_size == written[name] for name in written)
+        return False
+
+    def _facts(self) -> dict[str, Any]:
         """Return what was written about them."""
         facts: dict[str, Any] = json.loads((self.folder / SOURCE).read_text())
         return facts
 
-    def are_there(self) -> bool:
-        """Whether they are complete: each has as many bytes as were written."""
-        # A damaged file may hold anything.
-        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError):
-            self.columns()
-            written = self.facts()["files"]
-            return all((self.folder / name).stat().st_size == written[name] for name in written)
-        return False
 
-
-def files_of(directory: Path, source: dict[str, Any], fields: Fields) -> Files:
-    """Return the files of this source in a directory: in a folder named after what they hold."""
+def files_of(dataset: Any, directory: Any) -> tuple[Files, Any]:
+    """Return the files of a dataset, in a folder named after what they hold; and a sample."""
+    source = identity_of(dataset)
+    first, parts = read_sample(dataset, 0)
+    fields = {path: torch.empty_like(part, device="meta") for path, part in parts.items()}
     kinds = [[path, str(field.dtype), field.ndim] for path, field in sorted(fields.items())]
-    return Files(directory / (FILES + content_hash([source, kinds])), fields, source["length"])
+    place = default_directory(dataset, source) if directory is None else directory
+    folder = local_path("directory", place) / (FILES + content_hash([source, kinds]))
+    return Files(folder, fields, source), first

@@ -6,7 +6,7 @@ import warnings
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -38,12 +38,6 @@ class Column(NamedTuple):
             return cls(values.view(length, *shape), None)
         return cls(values, _mapped(_places_of(path), torch.int64).view(length, -1))
 
-    def part(self, index: int) -> Tensor:
-        """Return the part of one sample."""
-        if self.places is None:
-            return self.values[index].clone()
-        return self._cut(self.places[index].tolist())
-
     def rows(self, indices: Tensor) -> Tensor | Ragged:
         """Return the parts of several samples."""
         if self.places is None:
@@ -59,8 +53,7 @@ class ColumnWriter:
     """One part of all samples, written as they come."""
 
     def __init__(self, path: Path) -> None:
-        # Unbuffered: an error comes where the values are written.
-        self._values, self._places = path.open("wb", 0), _places_of(path).open("wb", 0)
+        self._values, self._places = path.open("wb"), _places_of(path).open("wb")
         self._count = self._first = 0  # how many samples, how many values
         self._shape: Sequence[int] | None = ()  # that of all samples so far; None if it differs
 
@@ -80,23 +73,14 @@ class ColumnWriter:
             places.extend((*shape, self._first))
             self._first += math.prod(shape)
         self._count += len(shapes)
-        _put(values, self._values)
-        _put(places.tobytes(), self._places)
+        self._values.write(values)
+        places.tofile(self._places)
 
     def finish(self) -> Sequence[int] | None:
         """Return the shape that all samples have, so that no places are needed; or None."""
         if self._shape is not None:
             Path(self._places.name).unlink()
         return self._shape
-
-
-def _put(values: bytes, file: Any) -> None:
-    rest = memoryview(values)
-    try:
-        while rest:  # the last bytes of a disk are written before it is full
-            rest = rest[file.write(rest) :]
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, file.name) from error  # it lacks the name
 
 
 def _places_of(path: Path) -> Path:

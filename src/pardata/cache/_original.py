@@ -11,14 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
-from pardata._pytree import (
-    bytes_of,
-    content_hash,
-    keystr,
-    leaves_with_path,
-    map_with_path,
-)
-from pardata._validation import check_map_style, local_path, type_with_article
+from pardata._pytree import bytes_of, content_hash, keystr, leaves_with_path, map_with_path
+from pardata._validation import check_map_style, type_with_article
 from pardata.data._whole_batches import layers
 from pardata.data._workers import choose_workers
 from pardata.environment._cpu import cpus_per_rank
@@ -26,7 +20,6 @@ from pardata.environment._logger import get_logger
 from pardata.environment._world import World
 from pardata.rng._rng_state import numpy_or_none, seed_generators
 from pardata.rng._seeds import mix
-from pardata.store._consensus import Facts
 
 _log = get_logger(__name__)
 
@@ -46,27 +39,18 @@ Fields: TypeAlias = dict[str, Tensor]
 _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}  # a bool is an int, too
 
 
-def facts_of(dataset: Any, directory: Any, num_workers: Any, here: World) -> Facts:
-    """Return what the ranks tell each other; the first of a node makes the plan for all of it."""
+def check_source(dataset: Any) -> None:
+    """Refuse what has no samples by index."""
     check_map_style(dataset, " to be cached")
     if len(dataset) == 0:
         raise ValueError(
             f"`dataset` must have at least one sample to be cached, but {type(dataset).__name__} "
             f"has none: look at where it reads from"
         )
-    workers = _workers(num_workers, dataset, here)
-    plan: dict[str, Any] | None = None
-    if here.is_local_main:
-        source = _identity(dataset)
-        if directory is None:
-            directory = _default_directory(dataset, source)
-        folder = local_path("directory", directory)
-        plan = {"node": here.node_rank, "source": source, "place": str(folder)}
-        plan["workers"] = workers
-    return {"the class": _class_name(dataset), "the length": len(dataset), "plan": plan}
 
 
-def _workers(num_workers: Any, dataset: Any, here: World) -> int:
+def workers_for(num_workers: Any, dataset: Any, here: World) -> int:
+    """Return how many processes decode."""
     if num_workers != "auto":
         return choose_workers(num_workers, dataset, here)
     cores = cpus_per_rank(replace(here, local_size=1))  # the other ranks wait: theirs are free
@@ -97,7 +81,7 @@ def read_sample(dataset: Any, index: int, seed: int = 0) -> tuple[Any, dict[str,
         raise _unreadable(index, error) from error
 
 
-def _identity(dataset: Any) -> dict[str, Any]:
+def identity_of(dataset: Any) -> dict[str, Any]:
     """Return what shows that a cache is of this source; warn, on rank 0, where it is random."""
     length = len(dataset)
     is_random = is_lawless = False
@@ -114,30 +98,24 @@ def _identity(dataset: Any) -> dict[str, Any]:
     return {
         "version": _VERSION,
         "length": length,
-        "class": _class_name(dataset),
+        "class": class_name(dataset),
         "transform": _transform_text(dataset),
         # What a seed does not bring back tells nothing, and would change with every run.
         "contents": "random" if is_lawless else content_hash(digests),
     }
 
 
-def _class_name(dataset: Any) -> str:
+def class_name(dataset: Any) -> str:
     """Return the class of a dataset, and of those inside it."""
     kinds = [type(layer) for layer in layers(dataset)]
     return " of ".join(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
 
 
-def _default_directory(dataset: Any, source: dict[str, Any]) -> Path:
+def default_directory(dataset: Any, source: dict[str, Any]) -> Path:
     """Return where the cache of this source goes if nobody says otherwise."""
     root = os.environ.get("PARDATA_CACHE")
     below = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "pardata")
-    try:
-        return below.expanduser() / f"{type(dataset).__name__}-{content_hash(source)}"
-    except RuntimeError as error:
-        raise RuntimeError(
-            "`directory` must be given where this process has no home, but is None: pass one, or "
-            "set PARDATA_CACHE"
-        ) from error
+    return below.expanduser() / f"{type(dataset).__name__}-{content_hash(source)}"
 
 
 def _unreadable(index: int, error: Exception) -> RuntimeError:
@@ -168,11 +146,6 @@ def parts_of(sample: Any) -> dict[str, Tensor]:
     if not named:
         raise TypeError(f"`sample` must have at least one part, but is {sample!r}")
     return {name: _as_tensor(leaf, name) for name, leaf in named.items()}
-
-
-def fields_of(parts: Mapping[str, Tensor]) -> Fields:
-    """Return what a sample of these parts is made of."""
-    return {path: torch.empty_like(part, device="meta") for path, part in parts.items()}
 
 
 def check_alike(parts: Mapping[str, Tensor], fields: Fields, number: int) -> None:

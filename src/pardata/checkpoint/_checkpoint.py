@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -10,19 +11,17 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.serialization import safe_globals
 
 from pardata._pytree import KeyPath, is_custom_container, map_with_path
-from pardata._validation import check_int
 from pardata.checkpoint import _shards as shards
-from pardata.checkpoint._files import OWN, STATE, UnusableError, verified
+from pardata.checkpoint._files import STATE, UnusableError, verified
 from pardata.checkpoint._names import Name, candidates
-from pardata.checkpoint._snapshot import Copies, check_stateful
 from pardata.collectives._barrier import rank_zero_call
 from pardata.environment._logger import get_logger
-from pardata.environment._world import World, require_world, store_client
+from pardata.environment._world import World, store_client
 from pardata.model._unwrap import unwrap
 from pardata.rng._rng_state import restore_generators
-from pardata.store._consensus import Facts, raise_if_different
 from pardata.store._rank_format import format_ranks
 from pardata.store._remote_error import is_secondary
 from pardata.store._round import exchange
@@ -30,15 +29,11 @@ from pardata.strategies._weights import load_weights
 
 _log = get_logger(__name__)
 
-CURE = (
-    "Pass the same on all ranks: `per_rank` saves what each has of its own, and `rank_zero_call` "
-    "gives all the name of a directory that rank 0 has made."
-)
-
 _PATIENCE = timedelta(hours=2)  # with the slowest disk
 
-# What shows how parts of states are to be sharded, by where they are.
-Likes: TypeAlias = Mapping[KeyPath, Tensor]
+
+# Parameters that are sharded, by where their parts are in states.
+Likes: TypeAlias = dict[KeyPath, Tensor]
 
 
 @dataclass(frozen=True)
@@ -66,30 +61,37 @@ class Checkpoint(NamedTuple):
     Attributes:
         path: of its folder.
         manifest: what was written about it.
-        contents: the trees, and where in them the sharded tensors belong.
+        objects: the trees, by name.
+        sharded: where in them the sharded tensors belong.
+        generators: the states of each rank's.
+        metadata: PyTorch's, of the sharded tensors.
     """
 
     path: Path
     manifest: dict[str, Any]
-    contents: dict[str, Any]
+    objects: dict[str, Any]
+    sharded: list[KeyPath]
+    generators: list[Any]
+    metadata: Any = None
 
-    def give(self, here: World, things: Mapping[str, Any]) -> Restored:
+    def give(self, here: World, things: Mapping[str, Any], likes: Likes) -> Restored:
         """Give things their states, and return the rest. Collective.
 
-        What is handed out lies in memory of its own: the file is only mapped.
+        Args:
+            here: this process.
+            things: by name.
+            likes: what shows how their parts are to be sharded.
 
         Raises:
             ValueError: for a name that was not saved.
             RuntimeError: if a state does not fit its thing.
         """
-        objects, saved = self.contents["objects"], self.contents["generators"]
-        lost = [name for name in self.manifest["per_rank"] if name not in objects]
+        saved = self.generators
+        lost = [name for name in self.manifest["per_rank"] if name not in self.objects]
         things = {name: thing for name, thing in things.items() if name not in lost}
-        likes: dict[KeyPath, Tensor] = {}
-        # All ranks hear of an error in it, because it runs the user's own code.
-        exchange(store_client(), "Checkpointer.restore", lambda: likes.update(_likes(things)))
-        values = [name for name in self.manifest["values"] if name in objects]
-        trees = _owned(self.trees_of(things, likes, values=values), things, likes)
+        values = [name for name in self.manifest["values"] if name in self.objects]
+        self._require(things)
+        trees = self.trees_of(things, values, likes)
         # What can be iterated shows that a run resumes, and not only what the run has learnt.
         bare = [one for one in things.values() if not isinstance(one, nn.Module)]
         resumes, is_alike = any(hasattr(one, "__iter__") for one in bare), len(saved) == here.size
@@ -103,12 +105,19 @@ class Checkpoint(NamedTuple):
 
         exchange(store_client(), "Checkpointer.restore (loading)", load)
         self._tell(here, lost)
-        if things and not resumes:
-            _log.info("pardata left seed and random generators as they are: no loader is restored")
-        elif resumes and not is_alike:
+        if resumes and not is_alike:
             text = "the seed is restored, but no random generators: %d process(es) saved theirs"
             _log.info(f"{text}, and there are %d now", len(saved), here.size)
         return Restored(self.manifest["step"], {n: trees[n] for n in values}, _is_there=True)
+
+    def _require(self, names: Iterable[str]) -> None:
+        """Raise for a name that was not saved as something with a state."""
+        saved = [name for name in self.objects if name not in self.manifest["values"]]
+        if missing := ", ".join(repr(name) for name in names if name not in saved):
+            raise ValueError(
+                f"what is asked for must have been saved as something with a state, but {missing} "
+                f"not; the checkpoint {self.path} has {', '.join(map(repr, saved)) or 'none'}"
+            )
 
     def _tell(self, here: World, lost: list[str]) -> None:
         """Log what is restored, and what is not."""
@@ -122,59 +131,34 @@ class Checkpoint(NamedTuple):
             names = ", ".join(f"`{name}`" for name in lost)
             _log.warning(text, names, saved["processes"], here.size, ranks=[0])
 
-    def trees_of(self, names: Iterable[str], likes: Likes, *, values: Iterable[str]) -> Any:
-        """Return what was saved under these names. Collective.
-
-        Args:
-            names: of things with a state.
-            likes: what shows how a part is to be sharded; it is whole otherwise.
-            values: names of more, which have no state.
-        """
-        objects = self.contents["objects"]
-        saved = [name for name in objects if name not in self.manifest["values"]]
-        missing = [name for name in names if name not in saved]
-        if missing:
-            raise ValueError(
-                f"what is asked for must have been saved as something with a state, but "
-                f"{', '.join(map(repr, missing))} not; the checkpoint {self.path} has "
-                f"{', '.join(map(repr, saved)) or 'none'}"
-            )
-        trees = {name: objects[name] for name in (*names, *values)}
-        sharded = [at for at in self.contents["sharded"] if at[0] in trees]
-        if not sharded:
-            return trees
+    def trees_of(self, things: Mapping[str, Any], values: list[str], likes: Likes) -> Any:
+        """Return the trees of things and values: weights mapped, the others copied. Collective."""
+        names = [*things, *values]
+        sharded = [at for at in self.sharded if at[0] in names]
         # A model's is under the very path, an optimizer's under that of the parameter's state.
         targets = {at: likes.get(at, likes.get(at[:-1])) for at in sharded}
-        tensors = shards.read(self.path, targets)
-        return map_with_path(trees, tensors.get, is_leaf=is_custom_container)
+        tensors = shards.read(self.path, self.metadata, targets) if targets else {}
+
+        def placed(at: KeyPath, leaf: Any) -> Any:
+            if at[0] in modules and str(at[1]).endswith("_extra_state"):
+                return deepcopy(leaf)
+            return tensors[at] if at in tensors else shards.placed(leaf, likes.get(at[:-1]))
+
+        # Tensors that are one stay one. A module copies its weights, but no extra state.
+        modules = [name for name, thing in things.items() if isinstance(thing, nn.Module)]
+        copied = deepcopy({name: self.objects[name] for name in names if name not in modules})
+        trees = {**copied, **{name: self.objects[name] for name in modules}}
+        return map_with_path(trees, placed, is_leaf=is_custom_container)
 
 
-def newest(call: str, at: int | None, given: Mapping[str, Any], facts: Facts) -> Checkpoint | None:
+def newest(here: World, directory: Path, at: int | None) -> Checkpoint | None:
     """Read the newest checkpoint that is whole, of step `at` if given, or None. Collective.
 
-    Args:
-        call: its name, for errors.
-        at: of which step.
-        given: what is to be restored.
-        facts: of the call, with the `directory`, in which rank 0 looks.
-
     Raises:
-        TypeError: for a thing without a state, and an `at` that is no integer.
         ValueError: if the step is not there, or another directory must be meant.
-        RuntimeError: if ranks pass what differs, if there are checkpoints and none is complete,
-            or if not all ranks see what rank 0 sees.
+        RuntimeError: if there are checkpoints and none is complete, or if not all ranks see what
+            rank 0 sees.
     """
-    here, directory = require_world(call), Path(str(facts["directory"]))
-
-    def tell() -> Facts:
-        if at is not None:
-            check_int("at", at, least=0)
-        check_stateful(given)
-        return {**facts, "at": at, "objects": list(given)}
-
-    exchange(
-        store_client(), call, tell, lambda all_facts: raise_if_different(call, all_facts, CURE)
-    )
     passed_over: dict[Name, str] = {}
     while there := rank_zero_call(candidates, directory, at):
         if there == [*passed_over]:  # else one was added or removed meanwhile
@@ -229,36 +213,16 @@ def _read(path: Path, manifest: dict[str, Any], here: World) -> Checkpoint:
     try:
         # torch warns that it looks at a sparse tensor. If warnings are errors, `restore` would skip
         # a whole checkpoint.
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), safe_globals(shards.metadata_classes(path)):
             warnings.filterwarnings("ignore", "Validating sparse tensor")
             contents = load(path / STATE)
             if manifest["per_rank"] and manifest["identity"]["processes"] == here.size:
-                contents["objects"].update(load(path / OWN.format(here.rank)))
-        is_sharded = bool(contents["sharded"])
+                contents["objects"].update(load(path / shards.OWN.format(here.rank)))
+            return Checkpoint(path, manifest, **contents)
     except Exception as error:  # whatever PyTorch makes of bytes that somebody has made up
         raise UnusableError(
             f"{STATE} cannot be read without running code, or at all ({error})"
         ) from error
-    if is_sharded:
-        shards.read_metadata(path)
-    return Checkpoint(path, manifest, contents)
-
-
-def _owned(trees: Any, things: Mapping[str, Any], likes: Likes) -> Any:
-    """Return trees in memory of their own: an optimizer's parts placed as their parameters are.
-
-    But for weights, which a module copies; tensors that are one stay one.
-    """
-    copies = Copies()
-
-    def owned(at: KeyPath, leaf: Any) -> Any:
-        is_copied = isinstance(things.get(at[0]), nn.Module) and "_extra_state" not in str(at[1])
-        if is_copied or shards.is_sharded(leaf) or not isinstance(leaf, Tensor):
-            return leaf
-        placed = shards.placed(leaf, likes.get(at[:-1]))
-        return copies.of(leaf) if placed is None else placed
-
-    return map_with_path(trees, owned, is_leaf=is_custom_container)
 
 
 def _load(name: str, thing: Any, tree: Any) -> None:
@@ -282,15 +246,15 @@ def _load(name: str, thing: Any, tree: Any) -> None:
         ) from error
 
 
-def _likes(things: Mapping[str, object]) -> dict[KeyPath, Tensor]:
-    """Return what shows how parts of the states of things are sharded, by where they are."""
-    likes: dict[KeyPath, Tensor] = {}
+def likes_of(things: Mapping[str, object]) -> Likes:
+    """Return the parameters that are sharded, by where their parts are in the states of things."""
+    likes: Likes = {}
     for name, thing in things.items():
         if isinstance(thing, nn.Module):
             state = unwrap(thing).state_dict().items()
-            likes |= {(name, key): value for key, value in state if isinstance(value, Tensor)}
+            likes |= {(name, key): value for key, value in state}
         if isinstance(thing, torch.optim.Optimizer):
             # In the order by which state_dict() numbers them.
             parameters = (one for group in thing.param_groups for one in group["params"])
             likes |= {(name, "state", number): one for number, one in enumerate(parameters)}
-    return likes
+    return {at: like for at, like in likes.items() if shards.is_sharded(like)}

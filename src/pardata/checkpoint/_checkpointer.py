@@ -4,20 +4,19 @@ import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
 from functools import partial
-from pathlib import Path
 from textwrap import shorten
-from typing import Any, Never
+from typing import Any
 
 import torch.distributed as dist
 
-from pardata._validation import check_bool, check_int, local_path, type_with_article
+from pardata._validation import check_bool, check_int, local_path
 from pardata.checkpoint import _shards as shards
 from pardata.checkpoint._background import Background
-from pardata.checkpoint._checkpoint import CURE, Restored, newest
-from pardata.checkpoint._files import Digests, Written, write_own
+from pardata.checkpoint._checkpoint import Likes, Restored, likes_of, newest
+from pardata.checkpoint._files import STATE, Record, save
 from pardata.checkpoint._folder import Folder
 from pardata.checkpoint._names import Retention, names
-from pardata.checkpoint._snapshot import Snapshot
+from pardata.checkpoint._snapshot import Snapshot, check_stateful
 from pardata.collectives._all_gather import gather_to_rank_zero
 from pardata.collectives._barrier import rank_zero_call
 from pardata.collectives._comm_errors import explain_comm_errors
@@ -29,6 +28,11 @@ from pardata.store._consensus import raise_if_different, require_equal
 from pardata.store._round import exchange
 
 _log = get_logger(__name__)
+
+_CURE = (
+    "Pass the same on all ranks: `per_rank` saves what each has of its own, and `rank_zero_call` "
+    "gives all the name of a directory that rank 0 has made."
+)
 
 
 class Checkpointer(AbstractContextManager["Checkpointer"]):
@@ -89,20 +93,13 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         self._background: Background | None = None
         self._group: Any = None  # the group of messages in the background
 
-    def save(
-        self,
-        step: int,
-        *unnamed: Never,
-        per_rank: Mapping[str, Any] | None = None,
-        **objects: Any,
-    ) -> None:
+    def save(self, step: int, *, per_rank: Mapping[str, Any] | None = None, **objects: Any) -> None:
         """Save the state of `objects`, then remove what is older than `keep` others. Collective.
 
         It also saves the states of the default random generators of every rank.
 
         Args:
             step: of the run, from 0.
-            unnamed: nothing, because each thing is saved under a name.
             per_rank: objects that each rank has of its own, by name: the hidden state of an RNN, a
                 replay buffer, environments. Each rank saves its own, in a file of its own.
             objects: by name. `save` takes the state of what has ``state_dict`` and
@@ -112,15 +109,14 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
                 all but the numbers in models and optimizers.
 
         Raises:
-            TypeError: an object, which the error names, could be loaded only by running code. Or a
-                thing has no name, `per_rank` is no dict of other names, or `step` is no integer. Or
-                the value of `keep_best` is missing or no number.
+            TypeError: an object, which the error names, could be loaded only by running code. Or
+                `per_rank` is no dict of other names, or `step` is no integer. Or the value of
+                `keep_best` is missing or no number.
             ValueError: `step` is below 0.
             RuntimeError: ranks differ, or another run has taken over the directory.
             OSError: the checkpoint cannot be written. Every rank raises it, and what was there
                 before stays.
         """
-        _refuse("save(step, ", unnamed)
         here = require_world("Checkpointer.save")
         self.wait()
         own: Any = per_rank or {}
@@ -145,7 +141,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         contents = {"objects": snapshot.trees, "sharded": list(snapshot.parts)}
         self._start(here, step, snapshot, {**contents, "generators": generators})
 
-    def restore(self, *unnamed: Never, at: int | None = None, **objects: Any) -> Restored:
+    def restore(self, *, at: int | None = None, **objects: Any) -> Restored:
         """Give `objects` the state of the newest complete checkpoint. Collective.
 
         The strategy and the number of processes may differ from those of the save. `restore` skips
@@ -159,7 +155,6 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         ``StatefulDataLoader`` too.
 
         Args:
-            unnamed: nothing, because each thing is restored under its name.
             at: the step of the checkpoint to take, one of `steps`; the newest if not given.
             objects: under the names by which they were saved, `per_rank` or not. You need not
                 restore all that was saved.
@@ -172,18 +167,27 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         Raises:
             ValueError: a name was not saved, or there is no checkpoint of step `at`. Or the
                 directory is one checkpoint itself.
-            TypeError: an object is a value (`restore` returns those), or has no name.
+            TypeError: an object is a value; `restore` returns those.
             RuntimeError: there are checkpoints and none is complete, or ranks differ. Or a state
                 does not fit its object, which the error names. Some objects may have their new
                 state then, so make all of them anew.
             NotADirectoryError: the directory is a file.
         """
-        _refuse("restore(", unnamed)
         here = require_world("Checkpointer.restore")
         self.wait()
-        found = newest("Checkpointer.restore", at, objects, self._options)
-        if found is not None:
-            return found.give(here, objects)
+        likes: Likes = {}
+
+        def tell() -> dict[str, object]:
+            if at is not None:
+                check_int("at", at, least=0)
+            check_stateful(objects)
+            likes.update(likes_of(objects))
+            return {**self._options, "at": at, "objects": list(objects)}
+
+        differ = partial(raise_if_different, "Checkpointer.restore", cure=_CURE)
+        exchange(store_client(), "Checkpointer.restore", tell, differ)
+        if (found := newest(here, self._directory, at)) is not None:
+            return found.give(here, objects, likes)
         _log.info("there is no checkpoint in %s: the run starts from step 0", self._directory)
         return Restored()
 
@@ -201,7 +205,6 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         rank_zero_call(background.join)  # if that is interrupted, the next call waits again
         self._background = None
         rank_zero_call(background.check)  # its error first, for another one says no more
-        require_world("Checkpointer.wait")
         exchange(store_client(), "Checkpointer.wait", background.check)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -211,39 +214,34 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
 
     def _start(self, here: World, step: int, taken: Snapshot, contents: dict[str, Any]) -> None:
         """Write a checkpoint, or begin to in the background. Collective."""
-        begun: Path | None = None
-        writers: list[Written] = []
-        if taken.parts or taken.own:
-            begun = rank_zero_call(self._folder.begin, step)
-            if self._asynchronous and dist.is_initialized():
-                self._group = self._group or new_gloo_group()
-            if taken.parts:
-                writers.append(shards.writing(begun, taken.parts, self._group))
-            if taken.own:
-                writers.append(partial(write_own, here, begun, taken.own, self._group))
+        path = rank_zero_call(self._folder.begin, step)
+        is_shared = taken.parts or taken.own
+        if is_shared and self._asynchronous and self._group is None and dist.is_initialized():
+            self._group = new_gloo_group()
 
-        def written() -> Digests:
-            return {file: record for write in writers for file, record in write().items()}
+        def write() -> dict[str, Record]:
+            records: dict[str, Record] = {}
+            if is_shared:
+                group = self._group
+                metadata, records = shards.write(here, path, taken.parts, taken.own, group)
+                contents["metadata"] = metadata
+            if here.is_main:
+                records[STATE] = save(contents, path / STATE)
+            return records
 
-        draft = begun, {"step": step, **taken.facts}, contents, written
+        work = partial(self._folder.finish, {"step": step, **taken.facts}, write)
         if self._asynchronous:
-            work = partial(self._folder.finish, *draft) if here.is_main else written
-            self._background = Background(work, f"the checkpoint of step {step}")
+            self._background = Background(
+                work if here.is_main else write, f"the checkpoint of step {step}"
+            )
             return
         if not here.is_main:
             with suppress(OSError):  # it is on all ranks, and rank 0 tells
-                written()
-        rank_zero_call(self._folder.finish, *draft)
-
-
-def _refuse(call: str, unnamed: tuple[object, ...]) -> None:
-    """Raise if something has no name, under which it could be saved."""
-    if unnamed:
-        kind = type_with_article(unnamed[0])
-        raise TypeError(f"`objects` must be named, but {kind} is not: call {call}model=model)")
+                write()
+        rank_zero_call(work)
 
 
 def _raise_of_what_differs(all_facts: list[dict[str, Any]]) -> None:
     """Raise if ranks differ in options, or in details, of which each may have its own."""
     for kind in ("options", "details"):
-        raise_if_different("Checkpointer.save", [facts[kind] for facts in all_facts], CURE)
+        raise_if_different("Checkpointer.save", [facts[kind] for facts in all_facts], _CURE)

@@ -1,20 +1,17 @@
 """Files that are on the disk as a whole, and the manifest of those that make a checkpoint."""
 
 import hashlib
+import io
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 
-from pardata.collectives._all_gather import gather_to_rank_zero
-from pardata.environment._world import World
-
 FORMAT = 1
 STATE = "state.pt"
-OWN = "rank-{:05d}.pt"  # what a rank has of its own
 
 _MANIFEST = "manifest.json"
 
@@ -23,25 +20,23 @@ class UnusableError(RuntimeError):
     """A checkpoint is not what was written, and why."""
 
 
-# What is recorded of files: how many bytes, and their SHA-256.
-Digests: TypeAlias = Mapping[str, tuple[int, str]]
-# Waits until the parts of all ranks are written, and returns what is recorded of them.
-Written: TypeAlias = Callable[[], Digests]
+# What is recorded of a file: how many bytes, and their SHA-256.
+Record: TypeAlias = tuple[int, str]
 Manifest: TypeAlias = dict[str, Any]
 
 
-def write_manifest(folder: Path, facts: Manifest, known: Digests) -> int:
+def write_manifest(folder: Path, facts: Manifest, known: Mapping[str, Record]) -> int:
     """Describe all files in a folder, wait until they are on the disk, and return their bytes.
 
-    Those of which others know the digests, having written them and synced them, are not read.
+    Those that are known, because their writers have recorded and synced them, are not read.
     """
-    unread = [p for p in sorted(folder.rglob("*")) if p.relative_to(folder).as_posix() not in known]
-    files = {p.relative_to(folder).as_posix(): size_and_digest(p) for p in unread if p.is_file()}
+    others = [p for p in sorted(folder.rglob("*")) if p.relative_to(folder).as_posix() not in known]
+    files = {p.relative_to(folder).as_posix(): record_of(p) for p in others if p.is_file()}
     files.update(known)
     manifest = {"format": FORMAT, "files": files, **facts}
     signed = {"sha256": _digest(manifest), "manifest": manifest}
     (folder / _MANIFEST).write_text(json.dumps(signed, sort_keys=True, indent=1))
-    sync(*unread, folder / _MANIFEST, folder)
+    sync(*others, folder / _MANIFEST, folder)
     return sum(size for size, _ in files.values())
 
 
@@ -60,7 +55,7 @@ def verified(folder: Path, step: int, rank: int = 0, ranks: int = 1) -> Manifest
         files = sorted(manifest["files"].items(), key=lambda file: file[0] != STATE)
         for file, (size, digest) in files[rank::ranks]:
             _require((folder / file).is_file(), f"{file} is missing")
-            length, found = size_and_digest(folder / file)
+            length, found = record_of(folder / file)
             _require(length == size, f"{file} has {length:,} bytes and should have {size:,}")
             _require(found == digest, f"the checksum of {file} is wrong")
     except OSError as error:
@@ -94,48 +89,41 @@ def _digest(manifest: Manifest) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def size_and_digest(path: Path) -> tuple[int, str]:
-    """Return what a manifest records of a file."""
-    digest, size = hashlib.sha256(), 0
+def record_of(path: Path) -> Record:
+    """Return what a manifest records of a file, after reading it."""
     with path.open("rb") as file:
-        while block := file.read(2**20):
-            digest.update(block)
-            size += len(block)
-    return size, digest.hexdigest()
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return file.tell(), digest
 
 
-def save(thing: Any, path: Path) -> None:
-    """Write as ``torch.save`` does, and raise an `OSError` if the disk is full.
+class _HashedWriter(io.BufferedWriter):
+    """A file, and the SHA-256 of what is written to it."""
 
-    PyTorch raises a `RuntimeError` then, about positions in the file.
+    def __init__(self, path: Path) -> None:
+        super().__init__(path.open("wb", buffering=0))
+        self.sha256 = hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        self.sha256.update(data)
+        return super().write(data)
+
+
+def save(thing: Any, path: Path) -> Record:
+    """Write as ``torch.save`` does, wait until it is on the disk, and return the file's record.
+
+    Raises:
+        OSError: if the disk is full. PyTorch raises a `RuntimeError` about positions in the file.
     """
-    with path.open("wb") as file:
+    with _HashedWriter(path) as file:
         try:
             torch.save(thing, file)
         except RuntimeError as error:
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
-
-
-def write_own(here: World, folder: Path, own: Any, group: Any) -> Digests:
-    """Write what this rank has of its own; return the records of all on rank 0. Collective.
-
-    Raises:
-        OSError: on rank 0, if any rank failed.
-    """
-    path = folder / OWN.format(here.rank)
-    record, why = (0, ""), ""
-    try:
-        save(own, path)
-        sync(path)
-        record = size_and_digest(path)
-    except Exception as error:  # noqa: BLE001  # whatever it is, rank 0 waits for this one
-        why = f"rank {here.rank}: {error!r}"
-    reports = gather_to_rank_zero(here, (path.name, record, why), group)
-    if failed := "; ".join(why for *_, why in reports if why):
-        raise OSError(f"every rank must write what it has of its own, but not all could: {failed}")
-    return {name: record for name, record, _ in reports}
+        file.flush()
+        os.fsync(file.fileno())
+        return file.tell(), file.sha256.hexdigest()
 
 
 def sync(*paths: Path) -> None:

@@ -28,28 +28,28 @@ class Name(NamedTuple):
         return name if str(name) == text else None
 
 
-def entries(directory: Path) -> list[Path]:
-    """Return what is in a directory: nothing if it is not there."""
+def names(directory: Path, prefix: str = "") -> list[Name]:
+    """Return the names of all checkpoints, from the oldest to the newest.
+
+    Args:
+        directory: may be missing.
+        prefix: stands before the names that are meant.
+    """
     try:
-        return list(directory.iterdir())
+        entries = [entry.name for entry in directory.iterdir() if entry.name.startswith(prefix)]
     except FileNotFoundError:
         return []
-    except NotADirectoryError as error:
-        raise NotADirectoryError(
-            f"`directory` must be a folder, but {directory} is a file, or in one: pass another"
-        ) from error
-
-
-def names(directory: Path) -> list[Name]:
-    """Return the names of all checkpoints, from the oldest to the newest."""
-    return sorted(filter(None, (Name.parse(entry.name) for entry in entries(directory))))
+    return sorted(filter(None, (Name.parse(entry.removeprefix(prefix)) for entry in entries)))
 
 
 def candidates(directory: Path, at: int | None) -> list[Name]:
     """Return the names of all checkpoints, or those of a step, from the newest to the oldest."""
     there = names(directory)
-    if not there:
-        _check_directory(directory)
+    if not there and Name.parse(directory.name) is not None:
+        raise ValueError(
+            f"`directory` must be that of all checkpoints of a run, but {directory} is one of "
+            f"them: pass {directory.parent}"
+        )
     found = [name for name in reversed(there) if at in (None, name.step)]
     if not found and at is not None:
         steps = ", ".join(str(step) for step in sorted({name.step for name in there}))
@@ -58,15 +58,6 @@ def candidates(directory: Path, at: int | None) -> list[Name]:
             f"{steps or 'none'}"
         )
     return found
-
-
-def _check_directory(directory: Path) -> None:
-    """Raise if a directory without checkpoints is itself a checkpoint."""
-    if Name.parse(directory.name) is not None:
-        raise ValueError(
-            f"`directory` must be that of all checkpoints of a run, but {directory} is one of "
-            f"them: pass {directory.parent}"
-        )
 
 
 class Retention:

@@ -6,88 +6,82 @@ PyTorch's imports cost half a second, so they are made where they are needed: wh
 model has paid for most of them.
 """
 
-import copyreg
 import dataclasses
-import pickle
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pardata._pytree import KeyPath
-from pardata.checkpoint._files import Digests, UnusableError, Written, size_and_digest
+from pardata.checkpoint._files import Record, record_of, save
+from pardata.collectives._all_gather import gather_to_rank_zero
+from pardata.environment._world import World
+
+OWN = "rank-{:05d}.pt"  # what a rank has of its own
 
 _FOLDER = "sharded"
-_METADATA = ".metadata"
-
-# What makes a layout of its name, for pickle.
-_LAYOUT = copyreg.dispatch_table[torch.layout](torch.strided)[0]
-
-_DCP = "torch.distributed.checkpoint"
-_MODULES = ("torch", "torch.serialization", f"{_DCP}.metadata", f"{_DCP}.filesystem")
 
 
-def placed(tensor: Tensor, like: Any) -> Tensor | None:
-    """Return a copy on the device of the parameter `like` to which it belongs, if it does."""
-    if like is None or tensor.shape != like.shape:
-        return None
-    moved = tensor.to(like.device, copy=True)
-    if not is_sharded(like):
-        return moved
+def placed(leaf: Any, like: Any) -> Any:
+    """Return a tensor sharded like the parameter to which it belongs, if both have one shape."""
+    if not isinstance(leaf, Tensor) or like is None or leaf.shape != like.shape:
+        return leaf
     from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415  # slow to import
 
-    return distribute_tensor(moved, like.device_mesh, like.placements)
+    return distribute_tensor(leaf.to(like.device), like.device_mesh, like.placements)
 
 
-def writing(checkpoint: Path, parts: Mapping[KeyPath, Tensor], group: Any) -> Written:
-    """Return what writes this rank's parts, and raises if any rank failed; all call it.
-
-    On rank 0 that returns what a manifest records of the files of all ranks.
+def write(
+    here: World, checkpoint: Path, parts: Mapping[KeyPath, Tensor], own: Any, group: Any
+) -> tuple[Any, dict[str, Record]]:
+    """Write this rank's parts of tensors, and what it has of its own. Collective.
 
     Args:
+        here: this process.
         checkpoint: the folder to write in.
         parts: sharded tensors, by where they are.
-        group: if they are to be copied now, and written in the background: of all ranks, for
-            messages between CPUs, that nobody else uses meanwhile.
+        own: what this rank alone has, or nothing.
+        group: of all ranks, for messages between CPUs, that nobody else uses meanwhile.
+
+    Returns:
+        PyTorch's metadata of the parts, and on rank 0 the records of the files of all ranks.
+
+    Raises:
+        OSError: on rank 0, if any rank failed.
     """
+    folder, records, why = checkpoint / _FOLDER, dict[str, Record](), ""
+    metadata = _write_parts(folder, parts, group) if parts else None
+    try:
+        for path in folder.glob(f"__{here.rank}_*"):  # as PyTorch names a rank's
+            records[f"{_FOLDER}/{path.name}"] = record_of(path)
+        if own:
+            name = OWN.format(here.rank)
+            records[name] = save(own, checkpoint / name)
+    except Exception as error:  # noqa: BLE001  # whatever it is, rank 0 waits for this one
+        why = f"rank {here.rank}: {error!r}"
+    reports = gather_to_rank_zero(here, (records, why), group)
+    if failed := "; ".join(why for _, why in reports if why):
+        raise OSError(f"every rank must write what it has of its own, but not all could: {failed}")
+    return metadata, {file: record for known, _ in reports for file, record in known.items()}
+
+
+def _write_parts(folder: Path, parts: Mapping[KeyPath, Tensor], group: Any) -> Any:
     import torch.distributed.checkpoint as dcp  # noqa: PLC0415  # slow to import
 
-    digests: dict[str, tuple[int, str]] = {}
-    folder = checkpoint / _FOLDER
-
-    class Writer(dcp.FileSystemWriter):
-        """Each rank reads its own files for their digests, which travel with its report."""
-
-        def write_data(self, *args: Any) -> Any:
-            written: Any = super().write_data(*args)
-            report = written.wait()
-            files = {result.storage_data.relative_path for result in report}
-            report.append({f"{_FOLDER}/{file}": size_and_digest(folder / file) for file in files})
-            return written
-
-        def finish(self, metadata: Any, results: Any) -> None:
-            for report in results:
-                digests.update(report.pop())
-            super().finish(metadata, results)
-
-    tensors = {str(at): part for at, part in parts.items()}
-    if group is not None:
-        tensors = {name: part.detach().to("cpu", copy=True) for name, part in tensors.items()}
-
-    def write() -> Digests:
-        with _failures_as_errors():
-            dcp.save(tensors, storage_writer=Writer(folder), process_group=group)
-        return digests
-
-    return write
+    tensors: dict[str, Any] = {str(at): part for at, part in parts.items()}
+    with _failures_as_errors():
+        writer = dcp.FileSystemWriter(folder)
+        metadata: Any = dcp.save(tensors, storage_writer=writer, process_group=group)
+    metadata.storage_meta = None  # its path is no more that of the checkpoint
+    return metadata
 
 
-def read(path: Path, targets: Mapping[KeyPath, Any]) -> dict[KeyPath, Tensor]:
+def read(path: Path, metadata: Any, targets: Mapping[KeyPath, Any]) -> dict[KeyPath, Tensor]:
     """Return tensors by path, each sharded like its target, or whole if that is not sharded.
 
     Of a checkpoint that was checked. Collective.
@@ -98,7 +92,6 @@ def read(path: Path, targets: Mapping[KeyPath, Any]) -> dict[KeyPath, Tensor]:
         def read_metadata(self, *_: Any, **__: Any) -> Any:  # newer torch passes more
             return metadata
 
-    metadata = read_metadata(path)
     stored = metadata.state_dict_metadata
     tensors = {str(at): _empty(stored[str(at)], target) for at, target in targets.items()}
     with _failures_as_errors(), warnings.catch_warnings():
@@ -130,40 +123,20 @@ def is_sharded(value: object) -> bool:
     return isinstance(value, Tensor) and hasattr(value, "device_mesh")
 
 
-def read_metadata(checkpoint: Path) -> Any:
-    """Return what PyTorch has written there as a pickle, without running what it may say.
+def metadata_classes(checkpoint: Path) -> list[Any]:
+    """Return the classes of metadata that a checkpoint may have: of data, which run no code.
 
-    Raises:
-        UnusableError: if that cannot be; says why.
+    Without that of bytes, which PyTorch would unpickle.
     """
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata  # noqa: PLC0415  # slow to import
+    if not (checkpoint / _FOLDER).exists():
+        return []
+    from torch.distributed.checkpoint import filesystem, metadata  # noqa: PLC0415  # slow to import
 
-    try:
-        with (checkpoint / _FOLDER / _METADATA).open("rb") as file:
-            metadata = _Unpickler(file).load()
-        for name, kind in metadata.state_dict_metadata.items():
-            if not isinstance(kind, TensorStorageMetadata):
-                raise TypeError(f"{name!r} is a {type(kind).__name__}, which might run code")
-    except Exception as error:  # whatever comes of a pickle that somebody has made up
-        raise UnusableError(f"{_FOLDER} must hold tensors and nothing else, but {error}") from error
-    return metadata
-
-
-class _Unpickler(pickle.Unpickler):
-    """Makes the plain classes of a checkpoint's metadata only."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        # Not even imported otherwise.
-        if module in _MODULES or module.partition(".")[0] == "pathlib":
-            found = super().find_class(module, name)
-            if _is_plain(found):
-                return found
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which might run code")
-
-
-def _is_plain(found: object) -> bool:
-    """Whether this is a constant, or a class of data only, of which making one does nothing."""
-    if not isinstance(found, type):
-        return isinstance(found, torch.dtype) or found is _LAYOUT
-    is_data = dataclasses.is_dataclass(found) or issubclass(found, Enum)
-    return issubclass(found, PurePath | torch.Size) or (is_data and found.__module__ in _MODULES)
+    return [
+        kind
+        for module in (metadata, filesystem)
+        for kind in vars(module).values()
+        if getattr(kind, "__module__", None) == module.__name__
+        and (dataclasses.is_dataclass(kind) or (isinstance(kind, type) and issubclass(kind, Enum)))
+        and kind is not metadata.BytesStorageMetadata
+    ]

@@ -50,17 +50,19 @@ class Snapshot:
         replicas = nn.Module, torch.optim.Optimizer
         same = objects if here.size > 1 else {}
         self._with_bits = {name: not isinstance(thing, replicas) for name, thing in same.items()}
-        states, self.trees, copies = dict(both), dict[str, Any](), Copies()
+        self.trees, copies = dict[str, Any](), Copies()
         for name, thing in both.items():
+            state = thing
             if name not in values:
                 under = strategies.get(name)
-                states[name] = under.state_dict(thing) if under else thing.state_dict()
+                state = under.state_dict(thing) if under else thing.state_dict()
             is_copied = copy and (here.is_main or name in per_rank)
             with torch.no_grad():  # a copy has no history
                 make = copies.of if is_copied else _plain_tensor
-                self.trees[name] = self._taken(states[name], make, (name,))
+                self.trees[name] = self._taken(state, make, name)
             _require_safe((name,), self.trees[name])
         if copy:
+            self.parts = {at: p.detach().to("cpu", copy=True) for at, p in self.parts.items()}
             self.trees = map_with_path(self.trees, _copied, is_leaf=is_custom_container)
         copies.wait()
         self.own = {name: self.trees.pop(name) for name in per_rank}
@@ -76,20 +78,18 @@ class Snapshot:
             },
         }
 
-    def _taken(self, tree: Any, make: Callable[[Tensor], Tensor], path: KeyPath = ()) -> Any:
-        """Return a tree as it will be written: a mapping of its own kind as a plain dict.
+    def _taken(self, tree: Any, make: Callable[[Tensor], Tensor], name: str) -> Any:
+        """Return a tree as it will be written.
 
         Args:
             tree: which stays as it is.
             make: returns what will be written of a tensor.
-            path: stands before all paths.
+            name: of the object.
         """
 
         def take(at: KeyPath, leaf: Any) -> Any:
-            if isinstance(leaf, Mapping):
-                return self._taken(dict(leaf), make, at)
-            if at[0] in self._with_bits:
-                self.texts[".".join(map(str, at))] = _text_of(leaf, self._with_bits[at[0]])
+            if name in self._with_bits:
+                self.texts[".".join(map(str, at))] = _text_of(leaf, self._with_bits[name])
             if not isinstance(leaf, Tensor):
                 return leaf
             if not is_sharded(leaf):
@@ -97,7 +97,7 @@ class Snapshot:
             self.parts[at] = leaf
             return None
 
-        return map_with_path(tree, take, is_leaf=is_custom_container, path=path)
+        return map_with_path(tree, take, is_leaf=is_custom_container, path=(name,))
 
 
 def _text_of(leaf: object, with_bits: bool) -> str:  # noqa: FBT001  # of one caller

@@ -1,6 +1,5 @@
 """Batch norm over the samples of all ranks: PyTorch's SyncBatchNorm."""
 
-import torch
 from torch import nn
 
 from pardata.model._modules import BatchNorm
@@ -11,23 +10,15 @@ def synchronised(module: nn.Module) -> list[nn.Module]:
     return [part for part in module.modules() if isinstance(part, nn.SyncBatchNorm)]
 
 
-def check_batch_norms(model: nn.Module, device: torch.device) -> None:
-    """Refuse batch norms that cannot become a SyncBatchNorm, or would lose what a subclass adds.
+def check_batch_norms(model: nn.Module) -> None:
+    """Refuse batch norms that would lose what a subclass adds.
 
     Raises:
         ValueError: names the first of them.
     """
-    norms = [(name, part) for name, part in model.named_modules() if isinstance(part, BatchNorm)]
-    for name, module in norms:
-        if device.type == "cpu":
-            raise ValueError(
-                f"`sync_batchnorm` must be False on a CPU, for which PyTorch has no SyncBatchNorm, "
-                f"but is True for a model with batch norm, `{name or 'model'}`: leave it out; "
-                f"with a microbatch_size of make_loader each microbatch has its own statistics"
-            )
-        if not isinstance(module, nn.SyncBatchNorm) and (
-            getattr(module.forward, "__func__", None) is not BatchNorm.forward
-        ):
+    for name, module in model.named_modules():
+        is_other = isinstance(module, BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
+        if is_other and getattr(module.forward, "__func__", None) is not BatchNorm.forward:
             raise ValueError(
                 f"`sync_batchnorm` must find batch norms with PyTorch's own forward, to replace "
                 f"it, but `{name or 'model'}` ({type(module).__name__}) has another: put what it "

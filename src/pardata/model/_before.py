@@ -1,6 +1,7 @@
 """Gradients that a step finds and leaves after an error; buffers that a block puts back."""
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from pardata.model._modules import own_tensors
 _Gradient = tuple[nn.Parameter, Tensor]
 
 
-class GradientsAside:
+class GradientsAside(AbstractContextManager["GradientsAside"]):
     """A block that finds no gradients, because none must be reduced again, and adds its own.
 
     If it ends in an error, it leaves those that were there.
@@ -26,9 +27,6 @@ class GradientsAside:
             if (gradient := parameter.grad) is not None:
                 self._before.append((parameter, gradient.clone() if shares_memory else gradient))
                 parameter.grad = None
-
-    def __enter__(self) -> None:
-        pass
 
     def __exit__(self, kind: object, *_rest: object) -> None:
         if kind is not None:
@@ -56,7 +54,7 @@ def _add(before: list[_Gradient]) -> None:
             parameter.grad = old.add_(new)
 
 
-class KeptBuffers:
+class KeptBuffers(AbstractContextManager["KeptBuffers"]):
     """A block after which buffers are what they were, the same tensors with their values.
 
     Args:
@@ -64,14 +62,10 @@ class KeptBuffers:
     """
 
     def __init__(self, parts: Iterable[nn.Module]) -> None:
-        found = [own for part in parts if (own := own_tensors(part)[1])]
-        self._held = [(own, dict(own)) for own in found]
-        tensors = [b for own in found for b in own.values() if b is not None]
+        self._held = [(own, dict(own)) for part in parts if (own := own_tensors(part)[1])]
+        tensors = [b for _, before in self._held for b in before.values() if b is not None]
         # .data, because autograd may have saved a buffer.
         self._values = [(buffer.data, buffer.data.clone()) for buffer in tensors]
-
-    def __enter__(self) -> None:
-        pass
 
     def __exit__(self, *_: object) -> None:
         self.put_back()

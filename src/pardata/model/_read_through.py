@@ -4,7 +4,6 @@ A script that runs in one process with the bare module then runs under a wrapper
 attributes, ``state_dict`` and ``load_state_dict`` are the module's.
 """
 
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from pardata._pytree import leaves_with_path
 from pardata.environment._logger import get_logger
 from pardata.model._autograd import in_backward
 from pardata.model._state_dict import NO_ASSIGN, LoadedKeys, load_whole
@@ -114,34 +112,16 @@ class ReadThrough(nn.Module):
     def _check_versions(self, facts: Mapping[str, Any]) -> None:
         """Refuse weights by what their state says of the version of this wrapper."""
 
-    def _name_empty_share(self, error: Exception, inputs: Any) -> None:
-        """Raise in place of the model's own error if it was run on a share that has no samples.
-
-        For there are models that take no batch without rows, as those of transformers.
-        """
-        tensors = [
-            leaf for _, leaf in leaves_with_path(inputs) if isinstance(leaf, Tensor) and leaf.ndim
-        ]
-        if not tensors or any(len(tensor) for tensor in tensors):
-            return
-        raise RuntimeError(
-            f"the model must take a batch without rows, but {type(self._inside).__name__} raised "
-            f"{type(error).__name__}: this rank has no sample of a step that has fewer samples "
-            f"than there are ranks; pass `microbatch_size` to make_loader and loop over the "
-            f"Microbatches, of which this rank then has none"
-        ) from error
-
     def _log_hidden_names(self) -> None:
         """Warn of names that mean something else at the wrapper than they do inside."""
         own = {*vars(self), *self._modules, *dir(type(self))}
         names = {*dir(self.module)} - {*dir(nn.Module), "training"}
         for name in sorted(name for name in names & own if not name.startswith("_")):
-            level = logging.WARNING
             with suppress(Exception):  # a property of the user's may raise anything
-                is_alike = getattr(self, name) == getattr(self.module, name)
-                level = logging.DEBUG if is_alike else level
+                if getattr(self, name) == getattr(self.module, name):
+                    continue
             hides = f"{type(self).__name__} hides `{name}` of {type(self.module).__name__}"
-            _log.log(level, "%s: read unwrap(model).%s", hides, name, ranks=[0], once=True)
+            _log.warning("%s: read unwrap(model).%s", hides, name, ranks=[0], once=True)
 
 
 @contextmanager  # also used as a decorator
@@ -154,9 +134,8 @@ def refusing_forwards(wrapper: Any, name: str) -> Iterator[None]:
     """
 
     def refuse(module: nn.Module, _args: object) -> None:
-        if wrapper._forward_runs or not torch.is_grad_enabled():  # noqa: SLF001  # a public name would hide the module's
-            return
-        if in_backward():  # a checkpointed part runs again
+        runs = wrapper._forward_runs  # noqa: SLF001  # a public name would hide the module's
+        if runs or not torch.is_grad_enabled() or in_backward():  # a checkpointed part runs again
             return
         trains = any(parameter.requires_grad for parameter in module.parameters())
         if trains and any(own is module for own in wrapper.module.modules()):
@@ -168,8 +147,5 @@ def refusing_forwards(wrapper: Any, name: str) -> Iterator[None]:
             )
 
     # One global hook for the time of the call costs the same for a module of any size.
-    handle = register_module_forward_pre_hook(refuse)
-    try:
+    with register_module_forward_pre_hook(refuse):
         yield
-    finally:
-        handle.remove()

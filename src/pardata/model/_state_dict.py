@@ -3,6 +3,7 @@
 import os
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from torch import nn
 from pardata._validation import type_with_article
 from pardata.environment._world import require_world, store_client
 from pardata.model._modules import set_versions, versions_of
-from pardata.model._unwrap import Wrapper, layers, unwrap
+from pardata.model._unwrap import ShardedModule, Wrapper, layers
 from pardata.store._round import exchange
 
 # What wrappers put into the names of parameters.
@@ -29,9 +30,9 @@ class LoadedKeys(NamedTuple):
 
 
 def load_whole(model: nn.Module, given: object, *, strict: bool, assign: bool) -> LoadedKeys:
-    """Load into the module inside `model`, of which every rank has all."""
+    """Load into the module inside `model`, of which this rank has all, or a part."""
     *wrapped, plain = layers(model)
-    if assign and wrapped:
+    if assign and (wrapped or isinstance(plain, ShardedModule)):
         raise ValueError(NO_ASSIGN)
     state = _read_state(given)
     for layer in wrapped:
@@ -41,30 +42,25 @@ def load_whole(model: nn.Module, given: object, *, strict: bool, assign: bool) -
 
 
 def load_sharded(model: nn.Module, given: object, *, strict: bool, assign: bool) -> LoadedKeys:
-    """Load into the module inside `model`, of which each rank has a part. Collective."""
-    # Whoever has a sharded model has paid for this import already.
-    from torch.distributed.checkpoint import state_dict as dcp  # noqa: PLC0415  # takes 0.5 s
-
-    plain = unwrap(model)
-    found: list[tuple[dict[str, Any], LoadedKeys]] = []
-
-    def check() -> dict[str, object]:
-        if assign:
-            raise ValueError(NO_ASSIGN)
-        state = _renamed(_read_state(given), plain)
-        found.append((state, _keys_of(plain, state, strict=strict)))
-        return {}
-
-    # The ranks load together, so none begins where another cannot.
+    """Load as `load_whole`, and raise an error of any rank on all, which belong together."""
+    found: list[LoadedKeys] = []
+    load = partial(load_whole, model, given, strict=strict, assign=assign)
     require_world("load_weights")
-    exchange(store_client(), "load_weights", check)
-    ((state, keys),) = found
-    whole = not any(hasattr(value, "full_tensor") for value in state.values())
-    if whole:
-        state = _once(plain, state)
-    options = dcp.StateDictOptions(full_state_dict=whole, strict=False)
-    dcp.set_model_state_dict(plain, state, options=options)
-    return keys
+    exchange(store_client(), "load_weights", lambda: found.append(load()))
+    return found[0]
+
+
+def _part(value: Any, like: Any) -> Any:
+    """Return this rank's part of a tensor that a module has sharded, where both have one shape."""
+    if not hasattr(like, "device_mesh") or hasattr(value, "device_mesh"):
+        return value
+    # Whoever has a sharded model has paid for this import already.
+    from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415  # takes 0.5 s
+
+    if getattr(value, "shape", None) != like.shape:
+        return value  # load_state_dict() says so
+    whole = value.detach().to(like.device)
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def _read_state(state: object) -> Mapping[str, Any]:
@@ -82,14 +78,12 @@ def _read_state(state: object) -> Mapping[str, Any]:
         # What a module's get_extra_state() returns may well be a dict.
         if isinstance(value, Mapping) and not key.endswith("_extra_state"):
             cure = f"of several things, pass the model's part, as checkpoint[{key!r}]"
-            if {"objects", "generators"} <= state.keys():
-                cure = "of a Checkpointer, call its restore(model=model)"
             raise TypeError(f"{must} {key!r} holds a dict: if this is a checkpoint {cure}")
     return state
 
 
 def _renamed(state: Mapping[str, Any], plain: nn.Module) -> dict[str, Any]:
-    """Give the entries of `state` the names that `plain` uses."""
+    """Give the entries of `state` the names that `plain` uses, and cut what it has sharded."""
     renamed: OrderedDict[str, Any] = OrderedDict()
     # What may be missing depends on which version of each module wrote `state`.
     versions = {_core(path): facts for path, facts in versions_of(state).items()}
@@ -104,50 +98,12 @@ def _renamed(state: Mapping[str, Any], plain: nn.Module) -> dict[str, Any]:
             raise ValueError(
                 f"`state_or_path` must name each parameter once, but {partner!r} comes twice"
             )
-        renamed[partner] = value
+        renamed[partner] = _part(value, own.get(partner))
     return renamed
-
-
-def _once(plain: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """Give what a module has under several names its first one alone.
-
-    PyTorch shards a tensor under one of the names, and then mixes it with those under the others.
-    """
-    first = {module: path for path, module in plain.named_modules()}
-    paths = {path: first[module] for path, module in plain.named_modules(remove_duplicate=False)}
-    once: OrderedDict[str, Any] = OrderedDict()
-    set_versions(once, versions_of(state))
-    for name, value in state.items():
-        path, dot, last = name.rpartition(".")
-        once[paths.get(path, path) + dot + last] = value
-    return once
 
 
 def _core(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _PREFIXES)
-
-
-def _keys_of(plain: nn.Module, state: dict[str, Any], *, strict: bool) -> LoadedKeys:
-    # PyTorch passes over names that are missing, strict or not: look here.
-    own = plain.state_dict()
-    names = own.keys()
-    missing = [name for name in names if name not in state]
-    unexpected = [name for name in state if name not in names]
-    if strict and (missing or unexpected):
-        raise RuntimeError(
-            f"the weights must have the names of {type(plain).__name__}, but missing are "
-            f"{missing} and unexpected {unexpected}: pass the weights of this model, or "
-            f"strict=False"
-        )
-    # Rank 0's would be sent in its own shape, at which gloo ends the processes that receive it.
-    for name in state.keys() & names:
-        found, must = (getattr(each[name], "shape", None) for each in (state, own))
-        if found != must:
-            raise RuntimeError(
-                f"the weights must have the shapes of {type(plain).__name__}, but `{name}` is "
-                f"{found} and not {must}: pass the weights of this model"
-            )
-    return LoadedKeys(missing, unexpected)
 
 
 def read_weights(path: str | os.PathLike[str]) -> Any:
@@ -157,12 +113,13 @@ def read_weights(path: str | os.PathLike[str]) -> Any:
         OSError: for what cannot be opened.
         RuntimeError: for a file that holds something else, or is damaged.
     """
-    tensors = safetensors_for(path) if Path(path).suffix == ".safetensors" else None
     try:
-        if tensors is not None:
-            return tensors.load_file(path)
+        if Path(path).suffix == ".safetensors":
+            from safetensors.torch import load_file  # noqa: PLC0415  # pardata does not require it
+
+            return load_file(path)
         return torch.load(path, map_location="cpu", weights_only=True)
-    except OSError:
+    except (OSError, ImportError):
         raise
     except Exception as error:
         # torch and safetensors raise almost anything if a file is damaged, and name no file.
@@ -173,14 +130,3 @@ def read_weights(path: str | os.PathLike[str]) -> Any:
             f"safetensors, but cannot be read as one ({type(error).__name__}: {sentence}): is it "
             f"complete, and does it hold nothing but tensors?"
         ) from error
-
-
-def safetensors_for(path: str | os.PathLike[str]) -> Any:
-    """Return the module that reads and writes safetensors, which `path` is to be."""
-    try:
-        import safetensors.torch  # noqa: PLC0415  # pardata does not require it
-    except ImportError as error:
-        raise ImportError(
-            f"{path} needs safetensors, which are not installed: pip install safetensors"
-        ) from error
-    return safetensors.torch

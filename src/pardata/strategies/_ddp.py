@@ -62,7 +62,6 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
             output = super().forward(*inputs, **kwargs)
         except Exception as error:
             self._name_unused(error)
-            self._name_empty_share(error, (inputs, kwargs))
             raise
         finally:
             self.__dict__["_forward_runs"] = False

@@ -10,7 +10,7 @@ from torch import nn
 
 from pardata._validation import check_bool, check_module
 from pardata.environment._backend import check_supported
-from pardata.environment._device import checked_device, parse_device
+from pardata.environment._device import checked_device
 from pardata.environment._world import require_world, store_client
 from pardata.model._batch_norm import check_batch_norms
 from pardata.model._unwrap import ShardedModule, is_parallel
@@ -70,8 +70,8 @@ def wrap_model(
         device: the world's device if not given; under ``"dp"`` the first of ``device_ids``.
         sync_batchnorm: replace each batch norm by PyTorch's ``SyncBatchNorm``, which uses the
             samples of all ranks. Every forward of it in training mode is then collective, and
-            `backward` takes no `Microbatches`. PyTorch has none for CPUs: there it is an error if
-            the model has batch norm. It changes nothing in a single process.
+            `backward` takes no `Microbatches`. PyTorch has none for CPUs: there the first forward
+            in training mode raises an error. It changes nothing in a single process.
         options: for the wrapped class. ``"ddp"``: ``find_unused_parameters``, ``bucket_cap_mb``,
             ``static_graph`` and so on. ``"dp"``: ``device_ids``, ``output_device``, ``dim``.
             ``"fsdp"``: ``blocks``, ``replicate``, and ``fully_shard``'s own, as ``mesh``,
@@ -161,7 +161,7 @@ def _check(model: nn.Module, chosen: Strategy, settings: Settings) -> None:
         )
     chosen.check(model, settings)
     if settings.sync_batchnorm and settings.here.size > 1 and chosen.is_collective:
-        check_batch_norms(model, parse_device(chosen.device(settings)))
+        check_batch_norms(model)
 
 
 def _check_devices(model: nn.Module, chosen: Strategy) -> None:

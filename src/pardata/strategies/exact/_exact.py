@@ -52,13 +52,9 @@ class ExactModel(ReadThrough, Wrapper):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module."""
-        try:
-            if model_under_way() in (None, self):
-                return self.module(*inputs, **kwargs)
-            return self._forward_in_another_step(*inputs, **kwargs)
-        except Exception as error:
-            self._name_empty_share(error, (inputs, kwargs))
-            raise
+        if model_under_way() in (None, self):
+            return self.module(*inputs, **kwargs)
+        return self._forward_in_another_step(*inputs, **kwargs)
 
     @uncompiled
     def _forward_in_another_step(self, *inputs: Any, **kwargs: Any) -> Any:

@@ -29,7 +29,7 @@ from torch.utils.data import TensorDataset
 
 from pardata import backward, check_in_sync, make_loader, unwrap, world, wrap_model
 from pardata.data._plan import share
-from pardata.strategies import _parcel
+from pardata.strategies import _ddp_reducer
 from pardata.strategies._step_metrics import Tally
 
 DIGEST = 6  # numbers by which gradients are compared in a model's first step
@@ -112,7 +112,7 @@ NUMBERS = [1700000123, 2**24 + 1, 0.1, 1e39, -5.5e200, 3e-320, -0.0, math.inf, T
 
 def means_of_numbers(small):
     """Return the means of numbers that are the same everywhere, and of those of each rank."""
-    with patch.object(_parcel, "_SMALL", _parcel._SMALL if small else 0):
+    with patch.object(_ddp_reducer, "_SMALL", _ddp_reducer._SMALL if small else 0):
         model = wrap_model(nn.Linear(4, 3))  # whose gradients are of float32
     here = world()
 

@@ -13,7 +13,7 @@ import torch
 
 from pardata.environment._backend import backend_for
 from pardata.environment._cpu import cgroup_cpu_quota, cpus_per_rank
-from pardata.environment._device import properties_of, undetected_gpus, visible_devices
+from pardata.environment._device import properties_of, visible_devices
 from pardata.environment._launchers import LaunchInfo, select_launcher
 from pardata.environment._version import __version__
 from pardata.environment._world import World
@@ -22,6 +22,10 @@ _GIB = 2**30
 _SHARED_MEMORY = "/dev/shm"  # noqa: S108  # where it is, not a temporary file
 _LEAST_SHARED_MEMORY = _GIB  # a container's default of 64 MB is used up by a few batches
 _FEWEST_FILES = 1024  # what most systems give; each tensor in flight from a worker takes one
+_IF_THERE_ARE = (
+    f"If there are GPUs, see whether torch {torch.__version__} is built for them, the driver is "
+    f"new enough, a variable hides them, or the container was started without them"
+)
 
 
 class Finding(NamedTuple):
@@ -42,7 +46,7 @@ def environment(launch: LaunchInfo, env: Mapping[str, str]) -> Iterator[Finding]
     """Yield what this process finds around itself, as its launcher described it."""
     nodes = launch.num_nodes or -(-launch.size // launch.local_size)
     here = World(*launch[1:5], 0, nodes, torch.device("cpu"), None, launch.launcher)
-    yield from (_launcher(launch, env), _gpus(), _cores(here), _threads(here))
+    yield from (_launcher(launch, env), _gpus(), _cores(here))
     if Path(_SHARED_MEMORY).exists():  # not on macOS and Windows
         usage = shutil.disk_usage(_SHARED_MEMORY)
         yield shared_memory(usage.total, usage.free)
@@ -67,10 +71,8 @@ def _launcher(launch: LaunchInfo, env: Mapping[str, str]) -> Finding:
 
 
 def _gpus() -> Finding:
-    if (hidden := undetected_gpus()) is not None:
-        return Finding("GPUs", *hidden)
     if not (seen := visible_devices()):
-        return Finding("GPUs", "none: training runs on the CPU")
+        return Finding("GPUs", f"none: training runs on the CPU. {_IF_THERE_ARE}")
     told = map(properties_of, seen)
     kinds = Counter(f"{gpu.name}, {gpu.total_memory / _GIB:.0f} GiB" for gpu in told)
     found = ", ".join(f"{number} x {kind}" for kind, number in kinds.items())
@@ -85,14 +87,6 @@ def _cores(here: World) -> Finding:
         cure = f"start at most {allowed} per host, or ask the scheduler for more cores"
         return Finding("cores", text, cure)
     return Finding("cores", f"{cpus_per_rank(here)} per process, of {os.cpu_count()}{limit}")
-
-
-def _threads(here: World) -> Finding:
-    threads, cores = torch.get_num_threads(), cpus_per_rank(here)
-    wish = os.environ.get("OMP_NUM_THREADS", "not set")
-    text = f"{threads} per process (OMP_NUM_THREADS: {wish})"
-    cure = f"set OMP_NUM_THREADS={cores}, as each process has {cores} of the cores"
-    return Finding("threads", text, cure if threads > cores else "")
 
 
 def shared_memory(total: int, free: int) -> Finding:

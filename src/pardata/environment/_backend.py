@@ -1,6 +1,5 @@
 """The backends of process groups: what each takes, by name, and how a group ends without them."""
 
-import os
 from collections.abc import Collection, Iterator
 from datetime import timedelta
 from typing import Any
@@ -63,17 +62,6 @@ def has_cpu_backend_beside(backend: str | None, device: torch.device) -> bool:
         and has_accelerator_backend(backend)
         and supports_device(backend, "cpu")
     )
-
-
-def flight_recorder(backend: str | None) -> str:
-    """Say where PyTorch's flight recorder writes the last collectives of a GPU's backend."""
-    # It is on by default: pytorch/pytorch#142260.
-    if not has_accelerator_backend(backend) or os.environ.get("TORCH_FR_BUFFER_SIZE") == "0":
-        return ""
-    # The default folder differs between versions of torch.
-    name = "TORCH_FR_DUMP_TEMP_FILE"
-    where = f"{os.environ[name]}<rank>" if name in os.environ else f"set {name} to say where"
-    return f"at the timeout PyTorch's flight recorder writes its file for each rank: {where}"
 
 
 def new_gloo_group(timeout: timedelta | None = None) -> Any:

@@ -273,15 +273,6 @@ class _Round:
         return set_once(store, self._key, json.dumps(signed))
 
 
-def waiting_ranks(store: dist.Store, size: int) -> dict[int, str]:
-    """Return the calls of the ranks that wait for the result of a round."""
-    entries = enumerate(_entries(store, size))
-    begun = {rank: entry for rank, entry in entries if entry["round"]}
-    rounds = {entry["round"] for entry in begun.values()}
-    open_rounds = {number for number in rounds if not store.check([f"result/{number}"])}
-    return {r: entry["call"] for r, entry in begun.items() if entry["round"] in open_rounds}
-
-
 def _entries(store: dist.Store, size: int) -> list[dict[str, Any]]:
     """Return the last contribution of each rank, of round 0 if there is none yet."""
     texts = texts_of(store, [f"at/{rank}" for rank in range(size)])

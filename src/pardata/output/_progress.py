@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from torch import Tensor
 
-from pardata._validation import check_int, type_with_article
+from pardata._validation import check_int
 from pardata.environment._world import require_world
 
 T = TypeVar("T")
@@ -71,18 +71,8 @@ class Progress(Generic[T]):
         self._values: dict[str, Any] = {}
 
     def show(self, **values: Any) -> None:
-        """Show these values (numbers, tensors of one number, text) with the next drawing.
-
-        Raises:
-            TypeError: a tensor or array, which it names, has more than one number.
-        """
+        """Show these values (numbers, tensors of one number, text) with the next drawing."""
         for name, value in values.items():
-            count = value.numel() if isinstance(value, Tensor) else getattr(value, "size", 1)
-            if hasattr(value, "item") and count != 1:
-                raise TypeError(
-                    f"`{name}` must be one number, but is {type_with_article(value)} of {count}: "
-                    f"take a mean"
-                )
             # Drawn later: its graph need not live until then.
             self._values[name] = value.detach() if isinstance(value, Tensor) else value
 

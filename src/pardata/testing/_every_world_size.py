@@ -51,7 +51,7 @@ def assert_same_at_every_world_size(
     Raises:
         AssertionError: training differs. The error names the size, the rank, its first such step,
             and a tensor that differs, by how much.
-        TypeError: `train` yields neither a module nor a dict of tensors or numbers.
+        TypeError: `train` is no generator function.
         ValueError: there are fewer than two sizes, or `train` yields nothing.
         BaseException: what `train` raises, as from `run`.
 
@@ -95,10 +95,5 @@ def _recorded(train: Any, args: Any) -> list[dict[str, Any]]:
 def _copied(trained: Any) -> dict[str, Any]:
     """Return copies of what was yielded: the next step changes it."""
     named = dict(named_tensors(trained)) if isinstance(trained, nn.Module) else trained
-    if not isinstance(named, Mapping):
-        raise TypeError(
-            f"`train` must yield its model, or a dict of tensors or numbers, after each step, but "
-            f"yielded {type_with_article(trained)}: write `yield model`"
-        )
     whole = {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in named.items()}
     return {k: v.detach().cpu().clone() if isinstance(v, Tensor) else v for k, v in whole.items()}

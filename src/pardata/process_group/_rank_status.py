@@ -6,10 +6,9 @@ from types import FrameType
 from typing import NamedTuple
 
 from pardata.store._caller import Frame, frames_of, location, user_frame
-from pardata.store._current_op import FORKED_LOADER, LOADER, OpRecord, current_op
+from pardata.store._current_op import LOADER, OpRecord, current_op
 from pardata.store._rank_format import format_rank_table, format_ranks
 
-_LOADERS = (LOADER, FORKED_LOADER)
 _NO_ANSWER = "no answer: it has ended, is stopped, or C code holds the GIL"
 
 
@@ -35,14 +34,14 @@ def rank_status(record: OpRecord, frame: FrameType) -> RankStatus:
     # Else pardata has called code of the user's, which is at work.
     is_inside = any(one.package == "pardata" for one in frames[own:])
     compiles = any(one.package == "torch" and _compiles(one) for one in frames)
-    waits = is_inside and call not in ("", *_LOADERS) and not (compiles or current_op.leads)
+    waits = is_inside and call not in ("", LOADER) and not (compiles or current_op.leads)
     text = f"at {frames[own].place if is_inside else location(frames)}"
     if is_in := current_op.leads or call:
         text = f"in {is_in} {text}"
     if compiles:
         text = f"compiling {text}"
     if step:
-        after = "after " * (call in _LOADERS)
+        after = "after " * (call == LOADER)
         text = f"{text} ({after}step {step.number} of epoch {step.epoch})"
     return RankStatus(text, waits, monotonic() - since)
 

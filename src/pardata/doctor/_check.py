@@ -11,7 +11,7 @@ from torch import Tensor
 from pardata.collectives._all_reduce import all_reduce_sum
 from pardata.doctor._environment import Finding
 from pardata.environment._cpu import cpus_per_rank
-from pardata.environment._device import properties_of, visible_devices
+from pardata.environment._device import properties_of
 from pardata.environment._launchers import LaunchInfo
 from pardata.environment._world import World, store_client
 from pardata.process_group._init import init
@@ -31,11 +31,8 @@ def check(launch: LaunchInfo, timeout: float) -> list[Finding]:
     if launch.size > 1:
         with init(timeout=timeout, tune_cpu=False) as here:
             return _trial(here)
+    # On CPUs: to which process a GPU belongs is a launcher's task.
     found: list[Finding] = run(_as_rank, world_size=2, timeout=timeout)[0]
-    # Two processes cannot share a GPU, and to which it belongs is a launcher's task.
-    if (gpus := len(visible_devices())) > 1:
-        text = f"to try them: torchrun --nproc-per-node={gpus} -m pardata check"
-        found.append(Finding("GPUs", text))
     return found
 
 

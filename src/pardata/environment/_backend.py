@@ -92,15 +92,6 @@ def broadcast_together(tensors: list[Tensor], group: Any = None) -> None:
     dist._broadcast_coalesced(taken, tensors, 250 * 2**20, 0)
 
 
-def group_timeout(group: Any) -> timedelta | None:
-    """Return how long a collective on the CPU may take in `group`, if its backend says that."""
-    on_cpu = [kind for kind in group._device_types if kind.type == "cpu"]
-    # Under TORCH_DISTRIBUTED_DEBUG torch wraps the backend, and the wrapper has no options.
-    options = getattr(group._get_backend(on_cpu[0]), "options", None) if on_cpu else None
-    found: timedelta | None = getattr(options, "_timeout", None)
-    return found
-
-
 def sequence_number(group: Any) -> int:
     """Return how many collectives this rank has started in `group`; 0 if its backend says nothing.
 

@@ -59,7 +59,6 @@ class Launcher(NamedTuple):
         families: beginnings of the names of all variables that it may set.
         started: whether the variables are those of one of its processes.
         read: makes a `LaunchInfo` of them.
-        cores: the variable that says how many cores the job has on this host, "" if none does.
     """
 
     name: str
@@ -68,7 +67,6 @@ class Launcher(NamedTuple):
     families: tuple[str, ...]
     started: Callable[[Env], bool]
     read: Callable[[Env], LaunchInfo]
-    cores: str
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -87,7 +85,7 @@ def detect_launch(env: Env) -> LaunchInfo:
     if launcher is None:
         return SINGLE
     launch = launcher.read(env)
-    _check_bounds(launch, launcher)
+    _check_bounds(launch)
     return launch
 
 
@@ -236,9 +234,7 @@ def _port(env: Env, default: int) -> int:
     return port
 
 
-def _check_bounds(launch: LaunchInfo, launcher: Launcher) -> None:
-    names = [name for name in launcher.marks if not name.startswith(launcher.families)]
-    variables = ", ".join([*names, *(f"{family}*" for family in launcher.families)])
+def _check_bounds(launch: LaunchInfo) -> None:
     for value, bound, name, of in (
         (launch.rank, launch.size, "rank", "world size"),
         (launch.local_rank, launch.local_size, "local rank", "local world size"),
@@ -248,8 +244,8 @@ def _check_bounds(launch: LaunchInfo, launcher: Launcher) -> None:
         if value is not None and bound is not None and value >= bound:
             raise ValueError(
                 f"the {name} must be less than the {of} ({bound}), but {launcher_text(launch)} "
-                f"set it to {value}: the variables ({variables}) contradict "
-                f"each other, or are left over from another run; {_OPT_OUT}"
+                f"set it to {value}: its variables contradict each other, or are left over from "
+                f"another run; {_OPT_OUT}"
             )
 
 
@@ -267,8 +263,8 @@ def launcher_by_name(name: str) -> Launcher | None:
 _TORCHRUNS = ("TORCHELASTIC_", "GROUP_", "NODE_RANK")
 # In the order in which they are looked for. What else needs to know a launcher asks this table.
 LAUNCHERS = [
-    Launcher("torchrun", "torchrun", TORCHRUN, _TORCHRUNS, _is_torchruns, _torchrun, ""),
-    Launcher("mpi", "Open MPI", OPEN_MPI, ("OMPI_", "PMIX_"), _is_open_mpis, _mpi, ""),
-    Launcher("slurm", "SLURM", SLURM, ("SLURM_",), _is_slurms, _slurm, "SLURM_CPUS_ON_NODE"),
-    Launcher("mpi", "MPICH", MPICH, ("PMI_", "MPI_LOCAL"), _is_mpichs, _mpi, ""),
+    Launcher("torchrun", "torchrun", TORCHRUN, _TORCHRUNS, _is_torchruns, _torchrun),
+    Launcher("mpi", "Open MPI", OPEN_MPI, ("OMPI_", "PMIX_"), _is_open_mpis, _mpi),
+    Launcher("slurm", "SLURM", SLURM, ("SLURM_",), _is_slurms, _slurm),
+    Launcher("mpi", "MPICH", MPICH, ("PMI_", "MPI_LOCAL"), _is_mpichs, _mpi),
 ]

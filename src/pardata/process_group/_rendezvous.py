@@ -21,7 +21,6 @@ from pardata.environment import _device
 from pardata.environment._backend import (
     backend_for,
     check_supported,
-    group_timeout,
     has_accelerator_backend,
     has_cpu_backend_beside,
     new_gloo_group,
@@ -75,8 +74,7 @@ def form_group(
             create_on_all_ranks(client, partial(dist.init_process_group, **how))
         cpu_group = None
         if not plan["is_apart"]:
-            wait = timeout or group_timeout(dist.group.WORLD) or patience
-            cpu_group = create_on_all_ranks(client, partial(new_gloo_group, wait))
+            cpu_group = create_on_all_ranks(client, partial(new_gloo_group, patience))
     except BaseException as error:  # only to clean up: it is raised again
         if launch is not None and dist.is_initialized():
             dist.destroy_process_group()

@@ -36,9 +36,8 @@ class LaunchInfo(NamedTuple):
 
     @property
     def endpoint(self) -> str:
-        """Address and port as a URL has them: an IPv6 address in brackets."""
-        address = f"[{self.master_addr}]" if ":" in self.master_addr else self.master_addr
-        return f"{address}:{self.master_port}"
+        """Address and port."""
+        return f"{self.master_addr}:{self.master_port}"
 
     @property
     def launch_id(self) -> str:
@@ -127,7 +126,7 @@ def _torchrun(env: Env) -> LaunchInfo:
     rank, size, local_rank, local_size = _numbers(env, TORCHRUN, "torchrun")
     numbers = read_ints(env, ("GROUP_RANK", "GROUP_WORLD_SIZE"))
     node, nodes = numbers.get("GROUP_RANK"), numbers.get("GROUP_WORLD_SIZE")
-    place = node, nodes, _master_addr(env), _port(env, 0)  # address and port are set
+    place = node, nodes, env["MASTER_ADDR"], _port(env, 0)  # address and port are set
     return LaunchInfo("torchrun", rank, size, local_rank, local_size, *place)
 
 
@@ -140,7 +139,7 @@ def _mpi(env: Env) -> LaunchInfo:
     else:
         names, who, option, port = MPICH, "MPICH", "-genv MASTER_ADDR <host of rank 0>", 29500
     rank, size, local_rank, local_size = _numbers(env, names, who)
-    address = _master_addr(env) or ("127.0.0.1" if local_size == size else "")
+    address = env.get("MASTER_ADDR") or ("127.0.0.1" if local_size == size else "")
     if not address:
         raise ValueError(
             f"`MASTER_ADDR` must be set when MPI spans several hosts ({local_size} of {size} "
@@ -157,7 +156,7 @@ def _slurm(env: Env) -> LaunchInfo:
     # The same rule as Lightning and Ignite, plus the step, so that two steps of a job differ.
     job, step = read_int(env, "SLURM_JOB_ID"), read_int(env, "SLURM_STEP_ID")
     port = _port(env, 15000 + (job % 10000 + step) % (65536 - 15000))
-    address = _master_addr(env) or first_host(env["SLURM_STEP_NODELIST"])
+    address = env.get("MASTER_ADDR") or first_host(env["SLURM_STEP_NODELIST"])
     return LaunchInfo("slurm", rank, size, local_rank, local_size, node, nodes, address, port)
 
 
@@ -165,30 +164,14 @@ def _tasks_at(node: int, text: str) -> tuple[int, int]:
     """Return how many tasks a node has, and how many nodes there are: ``"2(x3),1"`` has 4."""
     tasks, nodes = 0, 0
     for item in text.split(","):
-        match = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", item)
-        if match is None:
-            raise ValueError(
-                f"`SLURM_STEP_TASKS_PER_NODE` must look like '2(x3),1', but is {text!r}"
-            )
-        tasks = int(match[1]) if nodes <= node else tasks
-        nodes += int(match[2] or 1)
+        number, _, times = item.removesuffix(")").partition("(x")
+        tasks = int(number) if nodes <= node else tasks
+        nodes += int(times or 1)
     return tasks, nodes
 
 
 def first_host(text: str) -> str:
-    """Return the first host of a SLURM node list: ``a03`` of ``"a[03-11,20],b2"``.
-
-    Raises:
-        ValueError: if any of the text is no node list.
-    """
-    number = "[0-9]{1,18}"  # int() would take the digits of every script
-    item = f"{number}(?:-{number})?"
-    entry = rf"(?:[^\[\],\s]|\[{item}(?:,{item})*\])+"
-    if re.fullmatch(f"{entry}(?:,{entry})*", text) is None:
-        raise ValueError(
-            f"a SLURM node list must look like 'a[1-3,7],b2', but is {text!r}: correct "
-            f"`SLURM_STEP_NODELIST`, or {_OPT_OUT}"
-        )
+    """Return the first host of a SLURM node list: ``a03`` of ``"a[03-11,20],b2"``."""
     # The first number in each bracket, with its zeros.
     return re.sub(r"\[([0-9]+).*?\]", r"\1", text).split(",", 1)[0]
 
@@ -220,11 +203,6 @@ def read_int(env: Env, name: str) -> int:
 def read_ints(env: Env, names: Iterable[str]) -> dict[str, int]:
     """Return the numbers of those variables that are set."""
     return {name: read_int(env, name) for name in names if env.get(name)}
-
-
-def _master_addr(env: Env) -> str:
-    """Return the address without the brackets in which URLs have an IPv6 address."""
-    return env.get("MASTER_ADDR", "").removeprefix("[").removesuffix("]")
 
 
 def _port(env: Env, default: int) -> int:

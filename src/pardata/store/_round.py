@@ -20,16 +20,16 @@ from pardata.store._caller import call_site
 from pardata.store._client import StoreClient, set_once, texts_of, wait_for
 from pardata.store._current_op import current_op
 from pardata.store._rank_format import format_rank_table, format_ranks
-from pardata.store._remote_error import RemoteError, is_secondary, mark_secondary, shortened
+from pardata.store._remote_error import RemoteError, is_secondary, mark_secondary
 
 Decide: TypeAlias = Callable[[list[Any]], object]  # gets the values of all ranks, in rank order
 Result: TypeAlias = dict[str, Any]
 
 _RAISABLE = {e.__name__: e for e in (RuntimeError, ValueError, TypeError, TimeoutError)}
 _SAME_CALLS = "every rank must make the same calls in the same order, but"
-# Characters of a value, and errors of 64 KiB in a result: a TCPStore closes a connection that sends
-# more than 8 MiB.
-_MOST, _MOST_ERRORS = 2**22, 8
+# Characters of a value and of an error, and errors in a result: a TCPStore closes a connection
+# that sends more than 8 MiB.
+_MOST, _MOST_TEXT, _MOST_ERRORS = 2**22, 2**16, 8
 
 
 def exchange(
@@ -112,14 +112,14 @@ def forbid_in_rank_zero_section(call: str) -> None:
         )
 
 
-def abort_rounds(client: StoreClient, text: str) -> None:
+def abort_rounds(client: StoreClient, text: str, kind: str = "RuntimeError") -> None:
     """Let each rank that waits for this one, now or later, raise an error with `text`.
 
     They wait in the first round without a result. That is this rank's last one, if it was
     interrupted in it, else the next.
     """
     client.closed = client.closed or text
-    result = json.dumps({"closed": ["RuntimeError", text]})
+    result = json.dumps({"closed": [kind, text]})
 
     def abort(store: dist.Store) -> None:
         number = max(client.rounds, 1)
@@ -219,7 +219,7 @@ class _Round:
 
     def _decided(self, entries: list[dict[str, Any]]) -> Result:
         """Return the result of the contributions of all ranks."""
-        later = ", which comes later"  # of a rank whose wait was interrupted
+        later = ", which comes later"  # a rank's wait may have been interrupted
         calls = [entry["call"] + later * (entry["round"] > self._number) for entry in entries]
         if len(set(calls)) > 1:
             return {"raises": ["RuntimeError", f"{_SAME_CALLS} here:\n{format_rank_table(calls)}"]}
@@ -229,7 +229,7 @@ class _Round:
         try:
             return {"value": self._decide([entry["value"] for entry in entries])}
         except Exception as error:  # noqa: BLE001  # raised on every rank
-            kind, text = type(error).__name__, shortened(str(error))
+            kind, text = type(error).__name__, str(error)[:_MOST_TEXT]
             is_known = kind in _RAISABLE
             return {"raises": [kind, text] if is_known else ["RuntimeError", f"{kind}: {text}"]}
 

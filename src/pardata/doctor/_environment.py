@@ -2,6 +2,7 @@
 
 import os
 import platform
+import resource
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -102,10 +103,6 @@ def shared_memory(total: int, free: int) -> Finding:
 
 
 def _open_files() -> Iterator[Finding]:
-    try:
-        import resource  # noqa: PLC0415  # not on Windows
-    except ImportError:
-        return
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     cure = "ulimit -n $(ulimit -Hn): each tensor that a worker hands over takes one"
     text = "no limit" if most == resource.RLIM_INFINITY else f"at most {most}"

@@ -11,7 +11,7 @@ from weakref import finalize
 
 from torch import Tensor
 
-from pardata._validation import check_int, ensure_directory, local_path
+from pardata._validation import check_int, local_path
 from pardata.environment._logger import get_logger
 from pardata.environment._world import require_world
 
@@ -50,7 +50,7 @@ class MetricWriter(AbstractContextManager["MetricWriter"]):
         self._board: Any = None
         if not require_world("MetricWriter").is_main:
             return
-        ensure_directory(path)
+        path.mkdir(parents=True, exist_ok=True)
         file = path / "metrics.jsonl"
         if file.exists():
             _set_apart(file, math.inf if after is None else after)

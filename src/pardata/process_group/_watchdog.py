@@ -44,6 +44,8 @@ class Watchdog(Thread):
         client = state.client
         store = dist.PrefixStore("watchdog", client.request(lambda store: store.clone()))
         self._client = StoreClient(store, timedelta(0), client.rank, client.size)
+        # Rank 0 logs, if it answers: it waits less long for the others' status.
+        self._patience = (1 if client.rank == 0 else 2) * self._tick + _GRACE
         self._number = 1  # the stall that is under way, or will be the next
         self._began: OpRecord | None = None  # the wait by which this rank began it
         self._answered: float | None = None  # when this rank wrote its status
@@ -87,12 +89,8 @@ class Watchdog(Thread):
                 self._answer(rank_status(record, frame), is_first=not news, record=record)
         elif news:
             self._end_stall()
-        elif not self._has_asked and now - self._answered > self._patience():
+        elif not self._has_asked and now - self._answered > self._patience:
             self._log_once()
-
-    def _patience(self) -> float:
-        """Return for how long to wait for the others' status: rank 0 logs, if it answers."""
-        return (1 if self._client.rank == 0 else 2) * self._tick + _GRACE
 
     def _news(self, status: RankStatus) -> bool:
         """Return whether a rank began the stall; once this one has answered, whether it is over."""

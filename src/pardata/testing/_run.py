@@ -57,7 +57,8 @@ def run(
     Raises:
         ValueError: `world_size` is below 1, or `timeout` is not above 0.
         TypeError: `world_size` is no integer, `timeout` is no time, or `env` holds anything but
-            text. Or the function cannot be pickled.
+            text.
+        Exception: the function or an argument cannot be pickled; `pickle` raises it.
         TimeoutError: ranks did not finish; it names them, and where each of them was.
         BaseException: what the first rank to fail raised, with that rank's traceback as its cause.
             It is a `RuntimeError` that names the rank if the error cannot be pickled, or a process
@@ -69,12 +70,7 @@ def run(
     check_int("world_size", world_size, least=1)
     timeout = to_timedelta(timeout).total_seconds()
     variables = _environment(env or {})
-    try:
-        job = pickle.dumps((fn, args))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise TypeError(
-            f"`fn` and its arguments must be importable and picklable, but are not: {error}"
-        ) from error
+    job = pickle.dumps((fn, args))
     with tempfile.TemporaryDirectory(prefix="pardata-run-") as directory:
         method = multiprocessing.get_start_method(allow_none=True)
         ranks = _Ranks(_Settings(directory, world_size, timeout, variables, method))

@@ -33,8 +33,6 @@ def check(finding, status, text, cure=""):
 
 # --- launchers
 
-SHELL = {"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4"}
-
 
 @pytest.mark.parametrize(
     ("env", "text"),
@@ -42,17 +40,14 @@ SHELL = {"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM
         (torchrun_variables(1, 3, 5), "torchrun: 3 processes, to meet at 127.0.0.1:5; from RANK, "),
         (torchrun_variables(0, 1, 5), "torchrun: 1 process, to meet at "),
         (slurm_variables(1, 2, 5), "SLURM: 2 processes, to meet at localhost:5; from SLURM_PROCID"),
-        ({**SHELL, "SLURM_NTASKS": "1"}, "none: a single process"),
-        ({**SHELL, "PARDATA_LAUNCHER": "none"}, "none: a single process"),
+        (
+            {"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"},
+            "none: a single process",
+        ),
     ],
 )
 def test_a_launcher_is_named_with_its_variables(env, text):
     check(found("launcher", env), OK, text)
-
-
-def test_the_shell_of_a_job_of_several_tasks_is_told_to_use_srun():
-    text = "none: a single process, in the shell of a SLURM job"
-    check(found("launcher", SHELL), WARNING, text, "start the script with srun, to be the 4 tasks")
 
 
 # --- the machine

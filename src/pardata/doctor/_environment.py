@@ -58,17 +58,11 @@ def environment(launch: LaunchInfo, env: Mapping[str, str]) -> Iterator[Finding]
 
 
 def _launcher(launch: LaunchInfo, env: Mapping[str, str]) -> Finding:
-    chosen = select_launcher(env)
-    if chosen is not None:
-        processes = f"{launch.size} process{'es' if launch.size > 1 else ''}"
-        address, names = launch.endpoint, ", ".join(chosen.variables)
-        text = f"{chosen.text}: {processes}, to meet at {address}; from {names}"
-        return Finding("launcher", text)
-    tasks = env.get("SLURM_NTASKS", "1")
-    if tasks == "1" or "SLURM_STEP_ID" in env or env.get("PARDATA_LAUNCHER") == "none":
+    if (chosen := select_launcher(env)) is None:
         return Finding("launcher", "none: a single process")
-    cure = f"start the script with srun, to be the {tasks} tasks that the job asked for"
-    return Finding("launcher", "none: a single process, in the shell of a SLURM job", cure)
+    processes = f"{launch.size} process{'es' if launch.size > 1 else ''}"
+    address, names = launch.endpoint, ", ".join(chosen.variables)
+    return Finding("launcher", f"{chosen.text}: {processes}, to meet at {address}; from {names}")
 
 
 def _gpus() -> Finding:

@@ -118,7 +118,7 @@ def fails_in_step_2():
 
 
 REFUSED = {
-    "nothing": ((returns_nothing,), TypeError, "must be a generator function, but returned a None"),
+    "nothing": ((returns_nothing,), TypeError, "'NoneType' object is not iterable"),
     "no step": ((scripted, {1: []}), ValueError, "must yield after each step, but yielded nothing"),
     "an error": ((fails_in_step_2,), KeyError, "the reason"),
 }

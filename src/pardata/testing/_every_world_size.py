@@ -7,7 +7,6 @@ from typing import Any, TypeAlias, TypeVarTuple, Unpack
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from pardata._validation import type_with_article
 from pardata.strategies._weights import named_tensors
 from pardata.testing._run import run
 
@@ -51,7 +50,6 @@ def assert_same_at_every_world_size(
     Raises:
         AssertionError: training differs. The error names the size, the rank, its first such step,
             and a tensor that differs, by how much.
-        TypeError: `train` is no generator function.
         ValueError: there are fewer than two sizes, or `train` yields nothing.
         BaseException: what `train` raises, as from `run`.
 
@@ -83,13 +81,7 @@ def assert_same_at_every_world_size(
 
 def _recorded(train: Any, args: Any) -> list[dict[str, Any]]:
     """Return what this rank yields after each step."""
-    steps = train(*args)
-    if not isinstance(steps, Iterator):
-        raise TypeError(
-            f"`train` must be a generator function, but returned {type_with_article(steps)}: write "
-            f"`yield model` after each step"
-        )
-    return [_copied(trained) for trained in steps]
+    return [_copied(trained) for trained in train(*args)]
 
 
 def _copied(trained: Any) -> dict[str, Any]:

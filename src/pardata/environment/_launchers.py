@@ -229,13 +229,8 @@ def _check_bounds(launch: LaunchInfo) -> None:
 
 def launcher_text(launch: LaunchInfo) -> str:
     """Name a launcher as a person would."""
-    known = launcher_by_name(launch.launcher)
-    return known.text.removeprefix("Open ") if known else launch.launcher
-
-
-def launcher_by_name(name: str) -> Launcher | None:
-    """Return the first launcher of this name."""
-    return next((launcher for launcher in LAUNCHERS if launcher.name == name), None)
+    found = (one.text for one in LAUNCHERS if one.name == launch.launcher)
+    return next(found, launch.launcher).removeprefix("Open ")
 
 
 _TORCHRUNS = ("TORCHELASTIC_", "GROUP_", "NODE_RANK")

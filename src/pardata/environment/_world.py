@@ -20,7 +20,6 @@ from pardata.environment._backend import default_store, supports_device
 from pardata.environment._device import current_device, require_visible, visible_devices
 from pardata.environment._launchers import LaunchInfo, detect_launch, launcher_text, read_ints
 from pardata.environment._logger import get_logger
-from pardata.store._caller import call_site
 from pardata.store._client import StoreClient
 
 _AtTheEnd = Callable[[BaseException | None], None]  # ``with init()`` tells it of the exception
@@ -143,23 +142,13 @@ def world() -> World:
     found = current_world()
     if found.backend is None and not process.was_asked:
         process.was_asked = True
-        _warn_if_launched()
+        try:
+            require_world("world()")
+        except RuntimeError as error:
+            _log.warning("%s; this process is rank 0 of 1", error, ranks=[0])
+        except ValueError:  # `init` raises it
+            pass
     return found
-
-
-def _warn_if_launched() -> None:
-    """Warn if this is one of several processes that a launcher started, each rank 0 by itself."""
-    try:
-        launch = detect_launch(os.environ)
-    except ValueError:  # it is `init` that raises it
-        return
-    if launch.size > 1 and not is_child() and dist.group.WORLD is None and not inherits(launch):
-        _log.warning(
-            "`world()` was called without a group, so this process is rank 0 of 1: %s started %d "
-            "processes, and each gets this answer; call `pardata.init()` first, or set "
-            "PARDATA_LAUNCHER=none to run as a single process (%s)",
-            launcher_text(launch), launch.size, call_site(), ranks=[0],
-        )  # fmt: skip
 
 
 def current_world() -> World:

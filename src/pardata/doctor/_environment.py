@@ -62,7 +62,7 @@ def _launcher(launch: LaunchInfo, env: Mapping[str, str]) -> Finding:
         return Finding("launcher", "none: a single process")
     processes = f"{launch.size} process{'es' if launch.size > 1 else ''}"
     address, names = launch.endpoint, ", ".join(chosen.variables)
-    return Finding("launcher", f"{chosen.text}: {processes}, to meet at {address}; from {names}")
+    return Finding("launcher", f"{chosen.name}: {processes}, to meet at {address}; from {names}")
 
 
 def _gpus() -> Finding:

@@ -53,7 +53,6 @@ class Launcher(NamedTuple):
 
     Attributes:
         name: in `World.launcher` and `PARDATA_LAUNCHER`; two launchers may share it.
-        text: as a person names it.
         variables: that it sets for each process, and `read` needs.
         families: beginnings of the names of all variables that it may set.
         started: whether the variables are those of one of its processes.
@@ -61,7 +60,6 @@ class Launcher(NamedTuple):
     """
 
     name: str
-    text: str
     variables: tuple[str, ...]
     families: tuple[str, ...]
     started: Callable[[Env], bool]
@@ -221,23 +219,17 @@ def _check_bounds(launch: LaunchInfo) -> None:
     ):
         if value is not None and bound is not None and value >= bound:
             raise ValueError(
-                f"the {name} must be less than the {of} ({bound}), but {launcher_text(launch)} "
+                f"the {name} must be less than the {of} ({bound}), but {launch.launcher} "
                 f"set it to {value}: its variables contradict each other, or are left over from "
                 f"another run; {_OPT_OUT}"
             )
 
 
-def launcher_text(launch: LaunchInfo) -> str:
-    """Name a launcher as a person would."""
-    found = (one.text for one in LAUNCHERS if one.name == launch.launcher)
-    return next(found, launch.launcher).removeprefix("Open ")
-
-
 _TORCHRUNS = ("TORCHELASTIC_", "GROUP_", "NODE_RANK")
 # In the order in which they are looked for. What else needs to know a launcher asks this table.
 LAUNCHERS = [
-    Launcher("torchrun", "torchrun", TORCHRUN, _TORCHRUNS, _is_torchruns, _torchrun),
-    Launcher("mpi", "Open MPI", OPEN_MPI, ("OMPI_", "PMIX_"), _is_open_mpis, _mpi),
-    Launcher("slurm", "SLURM", SLURM, ("SLURM_",), _is_slurms, _slurm),
-    Launcher("mpi", "MPICH", MPICH, ("PMI_", "MPI_LOCAL"), _is_mpichs, _mpi),
+    Launcher("torchrun", TORCHRUN, _TORCHRUNS, _is_torchruns, _torchrun),
+    Launcher("mpi", OPEN_MPI, ("OMPI_", "PMIX_"), _is_open_mpis, _mpi),
+    Launcher("slurm", SLURM, ("SLURM_",), _is_slurms, _slurm),
+    Launcher("mpi", MPICH, ("PMI_", "MPI_LOCAL"), _is_mpichs, _mpi),
 ]

@@ -18,7 +18,7 @@ from torch.utils.data import get_worker_info
 
 from pardata.environment._backend import default_store, supports_device
 from pardata.environment._device import current_device, require_visible, visible_devices
-from pardata.environment._launchers import LaunchInfo, detect_launch, launcher_text, read_ints
+from pardata.environment._launchers import LaunchInfo, detect_launch, read_ints
 from pardata.environment._logger import get_logger
 from pardata.store._client import StoreClient
 
@@ -173,7 +173,7 @@ def require_world(what: str) -> World:
     launch = detect_launch(os.environ)
     if launch.size > 1:
         raise RuntimeError(
-            f"`{what}` needs the process group: {launcher_text(launch)} started {launch.size} "
+            f"`{what}` needs the process group: {launch.launcher} started {launch.size} "
             f"processes, but `pardata.init()` was not called in this one: call it first, or set "
             f"PARDATA_LAUNCHER=none to run as a single process"
         )

@@ -73,28 +73,15 @@ def visibility_variables() -> dict[str, str]:
     return {name: os.environ[name] for name in _MASKS if name in os.environ}
 
 
-def parse_device(device: Any) -> torch.device:
-    """Return the device of this name, whether it is there or not."""
-    try:
-        return torch.device(device)
-    except (RuntimeError, TypeError):  # torch lists twenty kinds, most of which nobody has
-        raise ValueError(
-            f"`device` must be the name of a device, as 'cpu', 'cuda' or 'cuda:1', but is "
-            f"{device!r}: pass one that PyTorch knows"
-        ) from None
-
-
 def checked_device(device: Any) -> torch.device:
     """Return the device that is meant, with its number: of "cuda" that of the current one.
 
     Raises:
-        ValueError: if this names none.
         RuntimeError: if there is none such on this machine.
     """
-    named = parse_device(device)
     try:
-        return torch.empty(0, device=named).device
-    except (RuntimeError, AssertionError) as error:  # the second is torch's, too
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, TypeError) as error:  # they are torch's
         why = str(error).partition("\n")[0]
         raise RuntimeError(
             f"`device` must be one that this machine has, but is {str(device)!r}: {why}"

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from pardata._validation import to_timedelta
-from pardata.environment._device import parse_device
 from pardata.environment._launchers import LaunchInfo, detect_launch
 from pardata.environment._logger import get_logger
 from pardata.environment._world import (
@@ -130,7 +129,7 @@ def _check_same_arguments(
     state: GroupState, device: torch.device | str | None, given: dict[str, object]
 ) -> None:
     """Refuse arguments of a second `init` that differ from those of the first."""
-    here, wanted = state.world, None if device is None else parse_device(device)
+    here, wanted = state.world, None if device is None else torch.device(device)
     # A kind without a number asks for this rank's GPU, whichever that is.
     given["device"] = None if wanted == torch.device(here.device.type) else wanted
     had = {"backend": here.backend, "device": here.device, "timeout": state.client.timeout}

@@ -115,7 +115,7 @@ def _proposal(
     launch: LaunchInfo | None, backend: str | None, wanted: torch.device | str | None
 ) -> dict[str, Any]:
     """Return what a rank tells the others before there is a group; make its device current."""
-    device = None if wanted is None else _device.parse_device(wanted)
+    device = None if wanted is None else torch.device(wanted)
     if launch is None:
         world = existing_world(device)
         device, backend = world.device, world.backend

@@ -10,7 +10,7 @@ from torch import nn
 
 from pardata._validation import check_bool, check_module
 from pardata.environment._backend import check_supported
-from pardata.environment._device import checked_device, parse_device
+from pardata.environment._device import checked_device
 from pardata.environment._world import require_world, store_client
 from pardata.model._batch_norm import check_batch_norms
 from pardata.model._unwrap import ShardedModule, is_parallel
@@ -161,7 +161,7 @@ def _check(model: nn.Module, chosen: Strategy, settings: Settings) -> None:
         )
     chosen.check(model, settings)
     if settings.sync_batchnorm and settings.here.size > 1 and chosen.is_collective:
-        check_batch_norms(model, parse_device(chosen.device(settings)))
+        check_batch_norms(model, torch.device(chosen.device(settings)))
 
 
 def _check_devices(model: nn.Module, chosen: Strategy) -> None:

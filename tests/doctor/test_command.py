@@ -80,7 +80,7 @@ def test_rank_0_prints(command):
     assert (status, others) == (0, [(0, "")] * 2)
     assert "error" not in statuses(text).values()
     if command == "env":
-        assert text.startswith("ok       launcher       torchrun: 3 processes, to meet at ")
+        assert text.startswith("ok       launcher       torchrun: world size 3, to meet at ")
         return
     assert list(statuses(text)) == ["joining", *(f"rank {rank}" for rank in range(3)), *TRIAL]
     assert "joining        3 ranks met, backend gloo\n" in text

@@ -37,9 +37,12 @@ def check(finding, status, text, cure=""):
 @pytest.mark.parametrize(
     ("env", "text"),
     [
-        (torchrun_variables(1, 3, 5), "torchrun: 3 processes, to meet at 127.0.0.1:5; from RANK, "),
-        (torchrun_variables(0, 1, 5), "torchrun: 1 process, to meet at "),
-        (slurm_variables(1, 2, 5), "slurm: 2 processes, to meet at localhost:5; from SLURM_PROCID"),
+        (
+            torchrun_variables(1, 3, 5),
+            "torchrun: world size 3, to meet at 127.0.0.1:5; from RANK, ",
+        ),
+        (torchrun_variables(0, 1, 5), "torchrun: world size 1, to meet at "),
+        (slurm_variables(1, 2, 5), "slurm: world size 2, to meet at localhost:5; from SLURM_"),
         (
             {"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"},
             "none: a single process",

@@ -60,9 +60,9 @@ def environment(launch: LaunchInfo, env: Mapping[str, str]) -> Iterator[Finding]
 def _launcher(launch: LaunchInfo, env: Mapping[str, str]) -> Finding:
     if (chosen := select_launcher(env)) is None:
         return Finding("launcher", "none: a single process")
-    processes = f"{launch.size} process{'es' if launch.size > 1 else ''}"
-    address, names = launch.endpoint, ", ".join(chosen.variables)
-    return Finding("launcher", f"{chosen.name}: {processes}, to meet at {address}; from {names}")
+    names = ", ".join(chosen.variables)
+    text = f"{chosen.name}: world size {launch.size}, to meet at {launch.endpoint}; from {names}"
+    return Finding("launcher", text)
 
 
 def _gpus() -> Finding:

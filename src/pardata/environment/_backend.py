@@ -25,11 +25,10 @@ def check_supported(device: torch.device, backend: str | None) -> None:
         RuntimeError: says what can be done there.
     """
     if not supports_device(backend, device.type):
-        alone = "train there in one process under strategy 'none', or pass 'cpu'"
-        cure = "leave out `backend`" if device.type == "cpu" else alone
         raise RuntimeError(
             f"`device` must be one from which ranks can send over {backend!r}, but is "
-            f"{str(device)!r}: {cure}"
+            f"{str(device)!r}: leave out `backend`, pass 'cpu', or train in one process under "
+            f"strategy 'none'"
         )
 
 

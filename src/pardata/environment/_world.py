@@ -144,10 +144,8 @@ def world() -> World:
         process.was_asked = True
         try:
             require_world("world()")
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             _log.warning("%s; this process is rank 0 of 1", error, ranks=[0])
-        except ValueError:  # `init` raises it
-            pass
     return found
 
 

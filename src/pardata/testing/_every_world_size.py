@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import zip_longest
-from typing import Any, TypeAlias, TypeVarTuple, Unpack
+from typing import Any, TypeVarTuple, Unpack
 
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -12,9 +12,6 @@ from pardata.testing._run import run
 
 Args = TypeVarTuple("Args")
 
-# What training has come to after a step.
-Trained: TypeAlias = nn.Module | Mapping[str, Tensor | float]
-
 _ROUNDING = (
     "Relative differences of 1e-7 in float32 (1e-16 in float64) are sums in another order: pass "
     "`rtol` and `atol`, or train with strategy='exact'. Larger ones are shares that are weighted "
@@ -23,7 +20,7 @@ _ROUNDING = (
 
 
 def assert_same_at_every_world_size(
-    train: Callable[[Unpack[Args]], Iterator[Trained]],
+    train: Callable[[Unpack[Args]], Iterator[nn.Module | Mapping[str, Tensor | float]]],
     *args: *Args,
     sizes: Iterable[int] = (1, 2, 3),
     rtol: float = 0.0,

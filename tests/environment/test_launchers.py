@@ -155,8 +155,15 @@ def test_numbers_that_contradict_each_other_are_refused(env, changes, what):
     refused({**env, **changes}, what, f"but {launcher} set it to", "left over", "contradict")
 
 
-def test_what_is_no_number_is_shown():
-    refused({"SLURM_STEP_ID": "0"}, "`SLURM_STEP_NUM_TASKS` must ", ", but is ''")
+NO_NUMBERS = [
+    *((SRUN | {SLURM_TASKS: text}, SLURM_TASKS, text) for text in ("2(x2", "2,,1", "2 ")),
+    ({"SLURM_STEP_ID": "0"}, "SLURM_STEP_NUM_TASKS", ""),
+]
+
+
+@pytest.mark.parametrize(("env", "name", "text"), NO_NUMBERS)
+def test_what_is_no_number_or_no_list_of_them_is_shown(env, name, text):
+    refused(env, f"`{name}` must ", f", but is {text!r}")
 
 
 # --- a launcher that nobody knows yet, added as docs/architecture.md says

@@ -162,14 +162,30 @@ def _tasks_at(node: int, text: str) -> tuple[int, int]:
     """Return how many tasks a node has, and how many nodes there are: ``"2(x3),1"`` has 4."""
     tasks, nodes = 0, 0
     for item in text.split(","):
-        number, _, times = item.removesuffix(")").partition("(x")
-        tasks = int(number) if nodes <= node else tasks
-        nodes += int(times or 1)
+        match = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", item)
+        if match is None:
+            raise ValueError(
+                f"`SLURM_STEP_TASKS_PER_NODE` must look like '2(x3),1', but is {text!r}"
+            )
+        tasks = int(match[1]) if nodes <= node else tasks
+        nodes += int(match[2] or 1)
     return tasks, nodes
 
 
 def first_host(text: str) -> str:
-    """Return the first host of a SLURM node list: ``a03`` of ``"a[03-11,20],b2"``."""
+    """Return the first host of a SLURM node list: ``a03`` of ``"a[03-11,20],b2"``.
+
+    Raises:
+        ValueError: if any of the text is no node list.
+    """
+    number = "[0-9]{1,18}"  # int() would take the digits of every script
+    item = f"{number}(?:-{number})?"
+    entry = rf"(?:[^\[\],\s]|\[{item}(?:,{item})*\])+"
+    if re.fullmatch(f"{entry}(?:,{entry})*", text) is None:
+        raise ValueError(
+            f"a SLURM node list must look like 'a[1-3,7],b2', but is {text!r}: correct "
+            f"`SLURM_STEP_NODELIST`, or {_OPT_OUT}"
+        )
     # The first number in each bracket, with its zeros.
     return re.sub(r"\[([0-9]+).*?\]", r"\1", text).split(",", 1)[0]
 

@@ -186,7 +186,7 @@ def test_one_row_of_the_table_is_all_that_a_launcher_needs(monkeypatch):
     try:
         for chosen in ({}, {"PARDATA_LAUNCHER": "flux"}):
             assert detect_launch(FLUX | chosen) == read_flux(FLUX)
-        with pytest.raises(ValueError, match="but flux set it to 7: its variables"):
+        with pytest.raises(ValueError, match="but flux set it to 7: the variables FLUX_"):
             detect_launch(FLUX | {"FLUX_TASK_RANK": "7"})
         # No rank of a test inherits them.
         for name, value in {**FLUX, "FLUX_OTHER": "x"}.items():

@@ -82,7 +82,7 @@ def detect_launch(env: Env) -> LaunchInfo:
     if launcher is None:
         return SINGLE
     launch = launcher.read(env)
-    _check_bounds(launch)
+    _check_bounds(launch, launcher)
     return launch
 
 
@@ -226,7 +226,7 @@ def _port(env: Env, default: int) -> int:
     return port
 
 
-def _check_bounds(launch: LaunchInfo) -> None:
+def _check_bounds(launch: LaunchInfo, launcher: Launcher) -> None:
     for value, bound, name, of in (
         (launch.rank, launch.size, "rank", "world size"),
         (launch.local_rank, launch.local_size, "local rank", "local world size"),
@@ -236,8 +236,8 @@ def _check_bounds(launch: LaunchInfo) -> None:
         if value is not None and bound is not None and value >= bound:
             raise ValueError(
                 f"the {name} must be less than the {of} ({bound}), but {launch.launcher} "
-                f"set it to {value}: its variables contradict each other, or are left over from "
-                f"another run; {_OPT_OUT}"
+                f"set it to {value}: the variables {', '.join(launcher.variables)} contradict each "
+                f"other, or are left over from another run; {_OPT_OUT}"
             )
 
 

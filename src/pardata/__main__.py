@@ -21,7 +21,6 @@ import argparse
 import faulthandler
 import os
 import sys
-from collections.abc import Iterator, Sequence
 
 from pardata.doctor._check import check
 from pardata.doctor._environment import Finding, environment
@@ -59,15 +58,10 @@ def report(command: str, timeout: float) -> int:
         findings = [Finding(command, text or type(error).__name__, is_error=True)]
     fails = any(finding.is_error for finding in findings)
     if prints or fails:
-        print("\n".join(_as_text(findings)), flush=True)
+        for finding in findings:
+            cure = f"\n{'':24}cure: {finding.cure}" if finding.cure else ""
+            print(f"{finding.status:9}{finding.name:15}{finding.text}{cure}", flush=True)
     return int(fails)
-
-
-def _as_text(findings: Sequence[Finding]) -> Iterator[str]:
-    for finding in findings:
-        yield f"{finding.status:9}{finding.name:15}{finding.text}"
-        if finding.cure:
-            yield f"{'':24}cure: {finding.cure}"
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from torch import Tensor
 from pardata.collectives._all_reduce import all_reduce_sum
 from pardata.doctor._environment import Finding
 from pardata.environment._cpu import cpus_per_rank
-from pardata.environment._device import properties_of
 from pardata.environment._launchers import LaunchInfo
 from pardata.environment._world import World, store_client
 from pardata.process_group._init import init
@@ -50,13 +49,11 @@ def _trial(here: World) -> list[Finding]:
                 f"the sum over all ranks must be {right}, but is {got} on rank {here.rank}: take "
                 f"its host out, and test its memory and its network"
             )
-        gpu = "" if here.device.type == "cpu" else f" {properties_of(here.device).name}"
         node = f"{socket.gethostname()}, node {here.node_rank}, local rank {here.local_rank}"
-        return f"{node}, {here.device}{gpu}, cores: {cpus_per_rank(here)}"
+        return f"{node}, {here.device}, cores: {cpus_per_rank(here)}"
 
-    places: list[str] = exchange(
-        store_client(), "pardata check", own, list
-    )  # what one rank raises, all do
+    # What one rank raises, all do.
+    places: list[str] = exchange(store_client(), "pardata check", own, list)
     found += [Finding(f"rank {rank}", place) for rank, place in enumerate(places)]
     found.append(Finding("all-reduce", "correct"))
     seconds = _median_seconds(torch.zeros(1, device=here.device), _TIMES_SMALL)

@@ -1,8 +1,8 @@
 """Show what pardata finds on this machine, and whether processes can train together on it.
 
-  env    what is there: the launcher and the variables that tell of it, GPUs, cores, threads,
-         shared memory, limits, versions
-  check  a trial run: join, all-reduce, measure latency and bandwidth, take a batch from a worker
+  env    what is there: the launcher and the variables that tell of it, GPUs, cores, shared memory,
+         limits, versions
+  check  a trial run: join, all-reduce, measure latency and bandwidth
 
 Alone, `check` starts two processes. Under a launcher (torchrun, srun, mpirun) every process runs
 the command, and rank 0 prints.
@@ -11,7 +11,6 @@ Examples:
   python -m pardata env
   python -m pardata check
   torchrun --standalone --nproc-per-node=2 -m pardata check
-  python -m pardata env --json
   srun -N 2 --ntasks-per-node=4 python -m pardata check --timeout 120
 
 Exit status: 0 where all is well, warnings included; 1 where something will not work; 2 for a
@@ -20,10 +19,8 @@ command line that is wrong.
 
 import argparse
 import faulthandler
-import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
 
 from pardata.doctor._check import check
 from pardata.doctor._environment import Finding, environment
@@ -39,20 +36,16 @@ def main(arguments: list[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("command", choices=("env", "check"), help="what to do")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
     how_long = "how long to wait for other ranks (default: 60)"
     parser.add_argument("--timeout", type=float, default=60, metavar="SECONDS", help=how_long)
     chosen = parser.parse_args(arguments)
-    if not 0 < chosen.timeout <= 86400:
-        wrong = f"a number of seconds above 0, up to a day, but is {chosen.timeout:g}"
-        parser.error(f"argument --timeout: must be {wrong}")
     # What waits for other ranks ends by itself and says why, the wait for the store of torch only
     # after twice its timeout. Whatever else hangs ends here, and shows where it was.
     faulthandler.dump_traceback_later(2 * chosen.timeout + 15, exit=True)
-    return report(chosen.command, chosen.timeout, as_json=chosen.json)
+    return report(chosen.command, chosen.timeout)
 
 
-def report(command: str, timeout: float, *, as_json: bool = False) -> int:
+def report(command: str, timeout: float) -> int:
     """Print what "env" or "check" finds, on rank 0 and where something fails; return the status."""
     prints = True
     try:
@@ -65,19 +58,10 @@ def report(command: str, timeout: float, *, as_json: bool = False) -> int:
         findings = [Finding(command, text or type(error).__name__, is_error=True)]
     fails = any(finding.is_error for finding in findings)
     if prints or fails:
-        print(_as_json(findings) if as_json else "\n".join(_as_text(findings)), flush=True)
+        for finding in findings:
+            cure = f"\n{'':24}cure: {finding.cure}" if finding.cure else ""
+            print(f"{finding.status:9}{finding.name:15}{finding.text}{cure}", flush=True)
     return int(fails)
-
-
-def _as_text(findings: Sequence[Finding]) -> Iterator[str]:
-    for finding in findings:
-        yield f"{finding.status:9}{finding.name:15}{finding.text}"
-        if finding.cure:
-            yield f"{'':24}cure: {finding.cure}"
-
-
-def _as_json(findings: Sequence[Finding]) -> str:
-    return json.dumps({f.name: {"status": f.status, **f._asdict()} for f in findings}, indent=2)
 
 
 if __name__ == "__main__":

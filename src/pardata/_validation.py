@@ -101,13 +101,3 @@ def local_path(name: str, path: str | os.PathLike[str]) -> Path:
             f"path, or pass a folder and copy to the URL what is written there"
         )
     return Path(path).absolute()
-
-
-def ensure_directory(directory: Path) -> None:
-    """Make the folder that is the argument `directory`, unless it is there."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise NotADirectoryError(
-            f"`directory` must be a folder, but {directory} is a file, or in one: pass another"
-        ) from error

@@ -3,7 +3,6 @@
 import contextlib
 import faulthandler
 import io
-import json
 import os
 import re
 
@@ -16,7 +15,7 @@ from processes import run
 from pardata.__main__ import main, report
 
 COMMAND = "import runpy; runpy.run_module('pardata', run_name='__main__', alter_sys=True)"
-TRIAL = ["all-reduce", "shared memory", "latency", "bandwidth"]
+TRIAL = ["all-reduce", "latency", "bandwidth"]
 
 
 def statuses(text):
@@ -31,7 +30,7 @@ def statuses(text):
 def test_alone_env_finds_a_machine_on_which_pardata_works():
     out = run(python(), "-W", "error", "-m", "pardata", "env")
     assert out.startswith("ok       launcher       none: a single process\n")
-    assert {"GPUs", "cores", "threads", "open files", "versions"} <= set(statuses(out))
+    assert {"GPUs", "cores", "open files", "versions"} <= set(statuses(out))
     assert "error" not in statuses(out).values()
 
 
@@ -47,8 +46,6 @@ def test_alone_check_tries_two_processes(capsys):
     [
         (["--help"], 0, "torchrun --standalone --nproc-per-node=2 -m pardata check"),
         (["look"], 2, "invalid choice: 'look'"),
-        (["env", "--timeout", "0"], 2, "a number of seconds above 0, up to a day, but is 0"),
-        (["env", "--timeout", "86401"], 2, "up to a day, but is 86401"),
     ],
 )
 def test_the_help_has_examples_and_a_wrong_command_line_is_refused(arguments, code, says, capsys):
@@ -58,23 +55,12 @@ def test_the_help_has_examples_and_a_wrong_command_line_is_refused(arguments, co
     assert says in "".join(capsys.readouterr())
 
 
-def test_whatever_hangs_ends_some_time_after_the_timeout(monkeypatch, capsys):
+def test_whatever_hangs_ends_some_time_after_the_timeout(monkeypatch):
     asked = []
     note = lambda seconds, **options: asked.append((seconds, options))  # noqa: E731  # a short one
     monkeypatch.setattr(faulthandler, "dump_traceback_later", note)
-    assert main(["env", "--timeout", "20", "--json"]) == 0
+    assert main(["env", "--timeout", "20"]) == 0
     assert asked == [(55, {"exit": True})]
-    assert capsys.readouterr().out.startswith("{")
-
-
-def test_json_is_one_object_for_programs(monkeypatch, capsys):
-    assert report("env", 60, as_json=True) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["launcher"]["status"] == "ok"
-    assert told["launcher"]["text"] == "none: a single process"
-    monkeypatch.setenv("RANK", "0")
-    assert report("env", 60, as_json=True) == 1
-    assert json.loads(capsys.readouterr().out)["env"]["status"] == "error"
 
 
 # --- under a launcher
@@ -94,7 +80,7 @@ def test_rank_0_prints(command):
     assert (status, others) == (0, [(0, "")] * 2)
     assert "error" not in statuses(text).values()
     if command == "env":
-        assert text.startswith("ok       launcher       torchrun: 3 processes, to meet at ")
+        assert text.startswith("ok       launcher       torchrun: world size 3, to meet at ")
         return
     assert list(statuses(text)) == ["joining", *(f"rank {rank}" for rank in range(3)), *TRIAL]
     assert "joining        3 ranks met, backend gloo\n" in text

@@ -15,11 +15,10 @@ from pardata.environment._cpu import cgroup_cpu_quota, cpus_per_rank
 def machine(monkeypatch):
     """Pretend to be a machine with so many cores, so many allowed, and a quota.
 
-    So many ranks are bound to the same cores; 0: there is no group that knows. A job of SLURM has
-    so many cores; None: there is no such job.
+    So many ranks are bound to the same cores; 0: there is no group that knows.
     """
 
-    def pretend(cores, allowed, quota=None, *, sharers=0, of_the_job=None):
+    def pretend(cores, allowed, quota=None, *, sharers=0):
         state = SimpleNamespace(cpu_sharers=sharers) if sharers else None
         monkeypatch.setattr(_cpu, "group_state", lambda: state)
         monkeypatch.setattr(os, "cpu_count", lambda: cores)
@@ -27,9 +26,6 @@ def machine(monkeypatch):
             os, "sched_getaffinity", lambda _pid: set(range(allowed)), raising=False
         )
         monkeypatch.setattr(_cpu, "cgroup_cpu_quota", lambda: quota)
-        monkeypatch.delenv("SLURM_CPUS_ON_NODE", raising=False)
-        if of_the_job is not None:
-            monkeypatch.setenv("SLURM_CPUS_ON_NODE", str(of_the_job))
 
     return pretend
 
@@ -51,10 +47,6 @@ CORES = [
     ((16, 16, 8.0), {"sharers": 4}, 4, "torchrun", 2),
     ((16, 16, 0.5), {"sharers": 1}, 1, "single", 1),
     ((16, 4, 8.0), {"sharers": 1}, 4, "slurm", 2),
-    # Of 64 cores the tasks of SLURM share the job's, and nothing confines them to those.
-    ((64, 64), {"of_the_job": 16}, 8, "slurm", 2),
-    # An allocation in which somebody else started the ranks says nothing of them.
-    ((64, 64), {"of_the_job": 16}, 8, "torchrun", 8),
 ]
 
 

@@ -24,7 +24,6 @@ from pardata.environment._launchers import (
     Launcher,
     LaunchInfo,
     detect_launch,
-    launcher_text,
 )
 from pardata.testing._run import _environment
 
@@ -152,7 +151,7 @@ CONTRADICTIONS = [
 
 @pytest.mark.parametrize(("env", "changes", "what"), CONTRADICTIONS)
 def test_numbers_that_contradict_each_other_are_refused(env, changes, what):
-    launcher = launcher_text(detect_launch(env))
+    launcher = detect_launch(env).launcher
     refused({**env, **changes}, what, f"but {launcher} set it to", "left over", "contradict")
 
 
@@ -165,12 +164,6 @@ NO_NUMBERS = [
 @pytest.mark.parametrize(("env", "name", "text"), NO_NUMBERS)
 def test_what_is_no_number_or_no_list_of_them_is_shown(env, name, text):
     refused(env, f"`{name}` must ", f", but is {text!r}")
-
-
-@pytest.mark.parametrize("address", ["::1", "[::1]"])
-def test_an_ipv6_address_may_stand_in_brackets_as_in_a_url(address):
-    launch = detect_launch(TORCHRUN | {"MASTER_ADDR": address, "MASTER_PORT": "1234"})
-    assert (launch.master_addr, launch.endpoint) == ("::1", "[::1]:1234")
 
 
 # --- a launcher that nobody knows yet, added as docs/architecture.md says
@@ -187,14 +180,13 @@ def read_flux(env):
 
 def test_one_row_of_the_table_is_all_that_a_launcher_needs(monkeypatch):
     is_there = lambda env: "FLUX_TASK_RANK" in env  # noqa: E731  # short
-    row = Launcher("flux", "Flux", tuple(FLUX), ("FLUX_",), is_there, read_flux, "FLUX_CORES")
+    row = Launcher("flux", tuple(FLUX), ("FLUX_",), is_there, read_flux)
     before = list(LAUNCHERS)
     LAUNCHERS.append(row)
     try:
         for chosen in ({}, {"PARDATA_LAUNCHER": "flux"}):
             assert detect_launch(FLUX | chosen) == read_flux(FLUX)
-        assert launcher_text(detect_launch(FLUX)) == "Flux"
-        with pytest.raises(ValueError, match=r"but Flux set it to 7: the variables \(FLUX_\*\) "):
+        with pytest.raises(ValueError, match="but flux set it to 7: the variables FLUX_"):
             detect_launch(FLUX | {"FLUX_TASK_RANK": "7"})
         # No rank of a test inherits them.
         for name, value in {**FLUX, "FLUX_OTHER": "x"}.items():

@@ -24,7 +24,7 @@ def fingerprint(printed):
 
 
 def joined(printed):
-    """Return what `mnist.py` says that it joined, as ``"2 processes on 1 node, launched by …"``."""
-    found = re.search(r"\b(\d+ process(?:es)? on .*?), backend", printed)
+    """Return what `mnist.py` says that it joined, as ``"world size 2, nodes 1, launcher …"``."""
+    found = re.search(r"joined: (.*?), backend", printed)
     assert found, printed
     return found[1]

@@ -83,5 +83,5 @@ def test_the_pods_train_as_one_process_does(alone, folder):
         codes = [agent.wait(timeout=300) for agent in started]
         printed = "".join(file.read_text() for file in sorted(folder.glob("pod*.txt")))
     assert codes == [0, 0], printed
-    assert joined(printed) == "4 processes on 2 nodes, launched by torchrun"
+    assert joined(printed) == "world size 4, nodes 2, launcher torchrun"
     assert fingerprint(printed) == alone

@@ -49,7 +49,7 @@ def _quoted(host):
 def test_two_ranks_train_as_one_process_does(launcher, alone, folder, request):
     mpirun = request.getfixturevalue(launcher)
     printed = run(*mpirun, "-n", 2, PYTHON, *MNIST, "--run-dir", folder / "run")
-    assert joined(printed) == "2 processes on 1 node, launched by mpi"
+    assert joined(printed) == "world size 2, nodes 1, launcher mpi"
     assert fingerprint(printed) == alone
 
 

@@ -55,5 +55,5 @@ def test_two_workers_train_as_one_process_does(ray_python, alone_on_a_host, alon
         RAY_worker_niceness="0",  # with its own, 15, workers hardly run beside other tests
         timeout=600,  # it starts some ten processes
     )  # fmt: skip
-    assert joined(printed) == "2 processes on 1 node, group already there"
+    assert joined(printed) == "world size 2, nodes 1, launcher existing"
     assert fingerprint(printed) == alone

@@ -66,7 +66,7 @@ def test_a_batch_script_with_four_ranks_on_two_nodes_trains_as_one_process_does(
     script = {"slurm": "srun.sbatch", "torchrun": "torchrun.sbatch"}[launcher]
     submit(script, *MNIST[1:], "--run-dir", folder / "run", options=["--wait"])
     printed = (folder / "out").read_text()
-    assert joined(printed) == f"4 processes on 2 nodes, launched by {launcher}"
+    assert joined(printed) == f"world size 4, nodes 2, launcher {launcher}"
     assert fingerprint(printed) == alone
 
 
@@ -154,7 +154,7 @@ def test_a_preempted_job_goes_on_by_itself_and_no_step_is_lost(slurm, submit, fe
     assert "got SIGUSR2: the run stops at this step" in printed
     after = re.search(r"stopped; --run-dir \S+ resumes after step (\d+)", printed)[1]
     assert f"restored step {after} of " in printed
-    assert printed.count("2 processes on 2 nodes, launched by slurm") == 2
+    assert printed.count("world size 2, nodes 2, launcher slurm") == 2
     assert "Restarts=1" in slurm.run("scontrol", "show", "job", job)
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "train/loss" in line] == [10, 20]

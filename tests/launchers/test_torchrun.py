@@ -95,14 +95,14 @@ def test_the_old_launcher_trains_as_one_process_does(two, alone, folder):
             *MNIST, "--run-dir", folder / "run",
         )
     )  # fmt: skip
-    assert joined(printed) == "2 processes on 1 node, launched by torchrun"
+    assert joined(printed) == "world size 2, nodes 1, launcher torchrun"
     assert fingerprint(printed) == alone
 
 
 def test_two_hosts_train_as_one_process_does(nodes, alone, folder):
     command = ["--nnodes=2", *MNIST, "--run-dir", folder / "run"]
     printed = ended_well(nodes(0, *command), nodes(1, *command))
-    assert joined(printed) == "2 processes on 2 nodes, launched by torchrun"
+    assert joined(printed) == "world size 2, nodes 2, launcher torchrun"
     assert fingerprint(printed) == alone
 
 

@@ -80,36 +80,15 @@ def test_lines_of_later_steps_are_moved_to_another_file(after, left, moved, tmp_
             writer.write(step, {"x": step})
     with (directory / "metrics.jsonl").open("a") as file:
         file.write(HALF)
-    caplog.set_level(logging.INFO, logger="pardata.output")
-    MetricWriter(str(directory), after=after).close()
-    assert [line["step"] for line in lines(directory)] == left
+    with MetricWriter(str(directory), after=after) as writer:
+        assert [line["step"] for line in lines(directory)] == left
+        writer.write(6, {})
+    assert lines(directory)[-1] == {"step": 6}
     *later, half = (directory / "metrics.removed.jsonl").read_text().splitlines()
     assert ([json.loads(line)["step"] for line in later], half) == (moved, HALF)
     (said,) = (each for each in caplog.records if "moved" in each.getMessage())
-    assert said.levelname == ("INFO" if left else "WARNING")
+    assert said.levelname == "WARNING"
     assert f"moved {len(moved) + 1} of 5 lines of {directory}/metrics.jsonl" in said.getMessage()
-
-
-OTHERS = ['{"epoch": 1}', "[1]", '"text"', '{"step": "x"}', "null"]
-
-
-def test_lines_of_other_programs_stay_and_a_last_line_gets_its_end(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("\n".join(OTHERS))
-    with MetricWriter(tmp_path, after=0) as writer:
-        writer.write(1, {})
-    written = (tmp_path / "metrics.jsonl").read_text()
-    assert written == "\n".join([*OTHERS, '{"step": 1}\n'])
-    assert not (tmp_path / "metrics.removed.jsonl").exists()
-
-
-def test_it_does_not_write_through_a_link(tmp_path):
-    with MetricWriter(tmp_path) as writer:
-        writer.write(1, {"x": 1})
-    (tmp_path / "other").write_text("mine")
-    (tmp_path / ".unfinished-metrics.jsonl").symlink_to(tmp_path / "other")
-    MetricWriter(tmp_path, after=1).close()
-    assert (tmp_path / "other").read_text() == "mine"
-    assert [line["step"] for line in lines(tmp_path)] == [1]
 
 
 # --- TensorBoard ---

@@ -3,9 +3,7 @@
 import tempfile
 from types import SimpleNamespace
 
-import torch.distributed as dist
-
-from pardata import MetricWriter, get_logger, progress, rank_zero_call, rank_zero_first, world
+from pardata import MetricWriter, get_logger, progress, rank_zero_first
 
 
 def cyclic():
@@ -21,15 +19,6 @@ def first(work, **options):
 
 def fails():
     raise OSError("no disk")
-
-
-def rank_0_first():
-    """Make another call on rank 0 than on the others, which come when it is already there."""
-    if world().is_main:
-        rank_zero_call(min, 1, 2)
-    dist.barrier()
-    if not world().is_main:
-        rank_zero_call(max, 1, 2)
 
 
 def written(step, values):
@@ -49,5 +38,4 @@ LABELS = {
     "to broadcast what cannot be pickled": "broadcast(threading.Lock())",
     "to gather what cannot be pickled": "all_gather(threading.Lock())",
     "a result that cannot be pickled": "rank_zero_call(threading.Lock)",
-    "`rank_zero_call(min if rank == 0 else max, 1, 2)`": "rank_0_first()",
 }

@@ -8,7 +8,6 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _numpy_as_before():
-    bits, state = np.random.get_bit_generator(), np.random.get_state()
+    state = np.random.get_state()
     yield
-    np.random.set_bit_generator(bits)
     np.random.set_state(state)

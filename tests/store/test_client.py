@@ -18,7 +18,7 @@ from ranks_zoo import clients
 
 import pardata
 from pardata.store import _client
-from pardata.store._round import abort_rounds, exchange, follow
+from pardata.store._round import abort_rounds, exchange
 
 LONG = timedelta(seconds=30)
 
@@ -65,7 +65,7 @@ def test_a_store_that_does_not_answer_is_an_error_and_no_hang(monkeypatch, progr
     first, second = clients(2, store, timedelta(seconds=0.5))
     for call in (
         lambda: exchange(first, "somewhere", lambda: "x"),
-        lambda: follow(second, "somewhere", timedelta(hours=2)),
+        lambda: exchange(second, "somewhere", lambda: "x", timeout=timedelta(hours=2)),
         lambda: abort_rounds(first, "it left"),
     ):
         raised = caught(call)

@@ -2,8 +2,6 @@
 
 import multiprocessing
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -180,20 +178,3 @@ def run_inside():
 
 def test_a_run_inside_a_rank_works():
     assert run(run_inside) == [[(0, 1, 0, 1, 0, 1)], None]
-
-
-STDIN = "from pardata.testing import run; run(max, 1, 2)"
-CELL = "from pardata.testing import run\ndef inside(): pass\nrun(inside)"  # or at the prompt
-NO_FILE = (
-    "TypeError: `fn` must be importable by the processes that run it, each of which imports the "
-    "script anew, but {} is run from a notebook, an interactive session or standard input: write "
-)
-
-
-@pytest.mark.parametrize(("options", "name"), [([], "'max'"), (["-c", CELL], "'inside'")])
-def test_what_is_of_no_file_is_told_to_become_one(options, name):
-    done = subprocess.run(
-        [sys.executable, *options],
-        input=STDIN, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert NO_FILE.format(name) in done.stderr

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from pardata._pytree import bytes_of
-from pardata._validation import ensure_directory
 from pardata.cache._cache_files import FILES, SOURCE, Files
 from pardata.cache._column import ColumnWriter, Shapes
 from pardata.cache._original import CHUNK, Fields, check_alike, read_sample
@@ -58,7 +57,7 @@ def _locked(directory: Path) -> Iterator[bool]:
 
     The lock goes with the process that holds it.
     """
-    ensure_directory(directory)
+    directory.mkdir(parents=True, exist_ok=True)
     is_alone = False
     with (directory / _LOCK).open("a") as file:
         # Not on Windows, where ranks are still one at a time, and file systems without locks.

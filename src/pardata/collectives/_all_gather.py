@@ -143,17 +143,13 @@ def gather_to_rank_zero(here: World, value: _T, group: Any = None) -> list[_T]:
         return [value]
     default, device = cpu_group_and_device(here)
     group, data = group or default, serialize(value)
-    length = torch.tensor([len(data)], device=device)
-    longest = length.clone()
-    dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
-    own = torch.cat(
-        [length.view(torch.uint8), torch.frombuffer(data, dtype=torch.uint8).to(device)]
-    )
-    sent = pad(own, (0, int(longest) - len(data)))
+    lengths = _stacked(torch.tensor([len(data)], device=device), here.size, group)
+    own = torch.frombuffer(data, dtype=torch.uint8).to(device)
+    sent = pad(own, (0, int(lengths.max()) - len(data)))
     received = [torch.empty_like(sent) for _ in range(here.size)] if here.is_main else None
     dist.gather(sent, received, group=group)
-    parts = [each[8 : 8 + int(each[:8].clone().view(torch.int64))] for each in received or []]
-    return [deserialize(bytes_of(part)) for part in parts]
+    pairs = zip(received or [], lengths.flatten().tolist(), strict=False)
+    return [deserialize(bytes_of(part[:length])) for part, length in pairs]
 
 
 def serialize(value: object) -> bytearray:
@@ -234,8 +230,11 @@ def _from_bytes(leaf: Any, part: Tensor, rows: int, data: Tensor) -> Any:
 
 def _gather(matching: CheckedCollective, flat: Tensor) -> Tensor:
     """Stack the vectors, of one length, of all ranks."""
-    if matching.here.size == 1:
-        return flat[None]
-    stacked = [torch.empty_like(flat) for _ in range(matching.here.size)]
-    dist.all_gather(stacked, flat, group=matching.group(flat))
+    size = matching.here.size
+    return flat[None] if size == 1 else _stacked(flat, size, matching.group(flat))
+
+
+def _stacked(flat: Tensor, size: int, group: Any) -> Tensor:
+    stacked = [torch.empty_like(flat) for _ in range(size)]
+    dist.all_gather(stacked, flat, group=group)
     return torch.stack(stacked)

@@ -1,22 +1,20 @@
 """Barriers, and sections that rank 0 runs alone, over the group's store."""
 
 import os
-from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from pardata._validation import check_text, to_timedelta
 from pardata.collectives._all_gather import broadcast_bytes, deserialize, serialize
 from pardata.environment._world import group_state, require_world, store_client
-from pardata.store._round import exchange, follow, forbid_in_rank_zero_section, lead
+from pardata.store._round import exchange, lead
 
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
 
 _HOURS = timedelta(hours=2)
-_SMALL = 2**20  # bytes of a result that travels over the store
 
 
 def barrier(name: str = "", timeout: timedelta | float | None = None) -> None:
@@ -80,25 +78,23 @@ def rank_zero_first(*, local: bool = False, timeout: timedelta | float = _HOURS)
             f"`{call}` must know which ranks are on one node, but this process group was made "
             f"without `init`: call `pardata.init()` first, which adopts it"
         )
-    if here.local_rank == 0 if local else here.rank == 0:
-        with lead(client, call, others=patience if local else None):
+    is_first = here.local_rank == 0 if local else here.rank == 0
+    if is_first:
+        with lead(client, call):
             yield
-        return
-    if local:
-        exchange(client, call, lambda: None, timeout=patience)
-    else:
-        follow(client, call, patience)
-    yield
+    exchange(client, call, lambda: None, timeout=patience)
+    if not is_first:
+        yield
 
 
 def rank_zero_call(fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
     """Run ``fn(*args, **kwargs)`` on rank 0 only and return its result on every rank.
 
-    The result travels by pickle, over the store up to 1 MiB, else as `broadcast` sends it. On the
-    other ranks its tensors come on the CPU, whatever device they were on. An exception on rank 0,
-    ``SystemExit`` and ``KeyboardInterrupt`` included, is raised on every rank, with its origin.
-    Where the exception itself is larger than 64 KiB the others raise a `RuntimeError` with its
-    text. Collective; in a single process it is a plain call.
+    The result travels by pickle, as `broadcast` sends it. On the other ranks its tensors come on
+    the CPU, whatever device they were on. An exception on rank 0, ``SystemExit`` and
+    ``KeyboardInterrupt`` included, is raised on every rank, with its origin. Where the exception
+    itself is larger than 64 KiB the others raise a `RuntimeError` with its text. Collective; in a
+    single process it is a plain call.
 
     Args:
         fn: what to run.
@@ -115,19 +111,15 @@ def rank_zero_call(fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs)
     here = require_world("rank_zero_call")
     if here.size == 1:
         return fn(*args, **kwargs)
-    forbid_in_rank_zero_section("rank_zero_call")
     name = getattr(fn, "__qualname__", type(fn).__qualname__)
     client, call = store_client(), f"rank_zero_call({name})"
-    if not here.is_main:
-        text = follow(client, call, _HOURS)
-        data = b64decode(text) if text else broadcast_bytes("rank_zero_call", bytearray)
-        received: _T = deserialize(data)
-        return received
-    with lead(client, call) as published:
-        result = fn(*args, **kwargs)
-        data = serialize(result)
-        if len(data) <= _SMALL:
-            published["value"] = b64encode(data).decode()
-    if not published:
-        broadcast_bytes("rank_zero_call", lambda: data)
-    return result
+    result: Any = None
+    data = bytearray()
+    if here.is_main:
+        with lead(client, call):
+            result = fn(*args, **kwargs)
+            data = serialize(result)
+    exchange(client, call, lambda: None, timeout=_HOURS)
+    data = broadcast_bytes("rank_zero_call", lambda: data)
+    received: _T = result if here.is_main else deserialize(data)
+    return received

@@ -2,7 +2,7 @@
 
 All of this runs after an error, so a collective that succeeds costs nothing more. A rank that fails
 leaves its exception under one key of the store, where the first one stays. A rank whose collective
-lost a connection or timed out reads it. It also reports its call, so that the ranks without a
+lost a connection or timed out reads it. It also reports its call, so that the ranks without such a
 report can be named.
 """
 
@@ -18,14 +18,11 @@ from pardata.environment._world import is_alone, store_client
 from pardata.store._caller import call_site
 from pardata.store._client import SERVER, StoreClient, append, set_once
 from pardata.store._current_op import current_op
-from pardata.store._rank_format import format_rank_table
 from pardata.store._remote_error import RemoteError, is_peer_failure, is_timeout, mark_secondary
-from pardata.store._round import forbid_in_rank_zero_section, missing_ranks_text, waiting_ranks
+from pardata.store._round import forbid_in_rank_zero_section, missing_ranks_text
 
 _FAILURE = "failure"
-# Seconds to wait for the others. After a lost connection all fail at the same moment; after a
-# timeout as far apart as they came.
-_LOST, _TIMED_OUT = 1.0, 2.0
+_PATIENCE = 2.0  # seconds: after a timeout the ranks fail as far apart as they came
 
 
 def report_failure(client: StoreClient, error: RemoteError) -> RemoteError:
@@ -79,12 +76,12 @@ class explain_comm_errors:  # noqa: N801  # a context manager, as `suppress`
             raise better from error
 
     def _explained(self, error: BaseException) -> Exception:
-        client, call, has_timed_out = store_client(), self._call, is_timeout(error)
+        has_timed_out, call = is_timeout(error), self._call
         epoch, step = getattr(self._batch, "epoch", None), getattr(self._batch, "step", None)
         if isinstance(epoch, int) and isinstance(step, int):
             call = f"{call} (epoch {epoch}, step {step})"
         try:
-            why = _diagnosis(client, self._call, has_timed_out=has_timed_out)
+            why = _diagnosis(store_client(), self._call)
         except (RuntimeError, TimeoutError):
             why = f"{SERVER} has ended or does not answer: look at its output"
         ended = "timed out" if has_timed_out else "lost a connection"
@@ -97,41 +94,26 @@ class explain_comm_errors:  # noqa: N801  # a context manager, as `suppress`
         )
 
 
-def _diagnosis(client: StoreClient, call: str, *, has_timed_out: bool) -> str:
-    """Say which rank failed, or did not come, or how else this rank's collective failed."""
-    calls = _reported(client, call, _TIMED_OUT if has_timed_out else _LOST)
-    if (first := first_failure(client, timedelta(0))) is not None:
-        return f"rank {first.rank} of {client.size} failed first: {first.text}"
-    if missing := [rank for rank in range(client.size) if rank not in calls]:
-        waits = ", or wait for one that did not" if len(missing) > 1 else ""
-        return missing_ranks_text(missing, client.size, waits)
-    if len(set(calls.values())) > 1:
-        cure = "make the same calls in the same order on each"
-        if "Checkpointer.save" in calls.values():
-            cure = "call `save` on every rank at the same step, not under `if world.is_main`"
-        table = format_rank_table([calls[rank] for rank in range(client.size)])
-        return f"the ranks are in different calls: {cure}\n{table}\n"
-    if has_timed_out:
-        return (
-            "they wait for different things in it, or one came too late: give the call the same "
-            "arguments (`count`), and the model the same mode and frozen parameters, on every "
-            "rank; or give init a larger `timeout`; or the network is down"
-        )
-    return "a connection between them was lost: is the network down, or did one come too late?"
+def _diagnosis(client: StoreClient, call: str) -> str:
+    """Say which rank failed, or did not come; report that this rank's `call` did."""
 
-
-def _reported(client: StoreClient, call: str, patience: float) -> dict[int, str]:
-    """Report that `call` failed; return the calls of the ranks that report theirs, or wait."""
-
-    def report(store: dist.Store) -> dict[int, str]:
+    def ranks_in_call(store: dist.Store) -> set[int]:
         append(store, "reports", json.dumps([client.rank, call]))
-        deadline, pause = time.monotonic() + patience, 0.05
+        deadline = time.monotonic() + _PATIENCE
         while True:
             calls = dict(map(json.loads, store.get("reports").splitlines()))
             has_all = len(calls) == client.size
             if has_all or store.check([_FAILURE]) or time.monotonic() > deadline:
-                return {**waiting_ranks(store, client.size), **calls}
-            time.sleep(pause)
-            pause *= 2  # all ranks ask
+                return {rank for rank, other in calls.items() if other == call}
+            time.sleep(0.1)
 
-    return client.request(report, timedelta(seconds=patience))
+    came = client.request(ranks_in_call, timedelta(seconds=_PATIENCE))
+    if (first := first_failure(client, timedelta(0))) is not None:
+        return f"rank {first.rank} of {client.size} failed first: {first.text}"
+    if missing := [rank for rank in range(client.size) if rank not in came]:
+        return missing_ranks_text(missing, client.size, "")
+    return (
+        "they wait for different things in it: give the call the same arguments (`count`), and the "
+        "model the same mode and frozen parameters, on every rank; or one came too late, or the "
+        "network is down"
+    )

@@ -38,9 +38,6 @@ _MAX = dist.ReduceOp.MAX
 # A dense tensor or a real number (a bool and a NumPy scalar are numbers).
 Leaf: TypeAlias = Tensor | float
 
-Find: TypeAlias = Callable[[], dict[KeyPath, Any]]
-Describe: TypeAlias = Callable[[Any], str]
-
 # Waits for the least and the most of each number of a collective.
 LeastAndMost: TypeAlias = Callable[[], list[tuple[int, int]]]
 
@@ -64,8 +61,8 @@ class CheckedCollective:
     def __init__(
         self,
         call: str,
-        find: Find,
-        describe: Describe,
+        find: Callable[[], dict[KeyPath, Any]],
+        describe: Callable[[Any], str],
         *,
         exact: bool = False,
         differentiable: bool = False,

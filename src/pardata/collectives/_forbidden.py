@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-_reason: ContextVar[str] = ContextVar("reason", default="")
-_allows_differentiable: ContextVar[bool] = ContextVar("allows_differentiable", default=False)
+# Why collectives must not be called, and whether a differentiable one may; "" if all may.
+_forbidden: ContextVar[tuple[str, bool]] = ContextVar("forbidden", default=("", False))
 
 _CURE = (
     "return numbers and metrics from `loss_fn`, or let `count` return what a microbatch counts: "
@@ -21,15 +21,15 @@ def forbidding_collectives(reason: str, *, allow_differentiable: bool) -> Iterat
         reason: why they must not be called.
         allow_differentiable: except `all_gather` with ``differentiable=True``.
     """
-    tokens = _reason.set(reason), _allows_differentiable.set(allow_differentiable)
+    token = _forbidden.set((reason, allow_differentiable))
     try:
         yield
     finally:
-        _reason.reset(tokens[0])
-        _allows_differentiable.reset(tokens[1])
+        _forbidden.reset(token)
 
 
 def check_allowed(call: str, *, differentiable: bool = False) -> None:
     """Raise a `RuntimeError` where `call` must not be made."""
-    if (reason := _reason.get()) and not (differentiable and _allows_differentiable.get()):
+    reason, allows_differentiable = _forbidden.get()
+    if reason and not (differentiable and allows_differentiable):
         raise RuntimeError(f"`{call}` must not be called in {reason}: {_CURE}")

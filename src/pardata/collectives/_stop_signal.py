@@ -1,8 +1,6 @@
 """A run that is asked to stop, and stops on all ranks at the same step."""
 
-import os
 import signal
-import sys
 import threading
 import time
 from types import FrameType
@@ -14,8 +12,8 @@ from pardata.environment._world import require_world
 
 _log = get_logger(__name__)
 
-# SLURM sends what --signal says, by custom SIGUSR2: backends may catch SIGUSR1. Windows has none.
-_DEFAULT = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR2") if hasattr(signal, name))
+# SLURM sends what --signal says, by custom SIGUSR2: backends may catch SIGUSR1.
+_DEFAULT = signal.SIGTERM, signal.SIGUSR2
 # SLURM sends SIGTERM twice at a time limit, and torchrun repeats what SLURM sends to its ranks too.
 _REPEATED_WITHIN = 1.0  # seconds; on the cluster of the tests it took 4 to 20 milliseconds
 
@@ -23,17 +21,15 @@ _REPEATED_WITHIN = 1.0  # seconds; on the cluster of the tests it took 4 to 20 m
 class StopSignal:
     """Within the block, a signal asks the run to stop, and `agreed` tells all ranks when.
 
-    The block only notes the first signal. A second one acts as if this block were not there:
-    SIGTERM ends the process at once. The same signal again within a second counts as the first one,
-    because launchers repeat it. So a run that stops leaves the block after that second. In another
-    thread than the main one, as under Ray Train, Python cannot listen to signals. That is logged
-    once, and `agreed` still hears of the other ranks' signals.
+    The block only notes a signal. Launchers repeat it, so a run that stops waits a second at the
+    end of the block. In another thread than the main one, as under Ray Train, Python cannot listen
+    to signals. That is logged once, and `agreed` still hears of the other ranks' signals.
 
     Args:
         signals: SIGTERM and SIGUSR2 if none are given.
 
     Raises:
-        ValueError: one of `signals` is no signal that can be caught.
+        ValueError: one of `signals` is no signal.
 
     >>> with StopSignal() as stop:
     ...     for step in range(3):
@@ -42,10 +38,9 @@ class StopSignal:
     """
 
     def __init__(self, *signals: int) -> None:
-        self._signals = [_checked(number) for number in signals or _DEFAULT]
+        self._signals = [signal.Signals(number) for number in signals or _DEFAULT]
         self._before: dict[int, Any] = {}
         self._received: int | None = None
-        self._received_at = 0.0
         self._agreed = False
         self._is_entered = False
         self._sent: LeastAndMost | None = None  # whether any rank was asked
@@ -112,41 +107,20 @@ class StopSignal:
         try:
             if self._before and (self.requested or self._agreed):
                 # After the block they would end the process, in the middle of an asynchronous save.
-                since = self._received_at if self.requested else time.monotonic()
-                time.sleep(max(0.0, since + _REPEATED_WITHIN - time.monotonic()))
+                time.sleep(_REPEATED_WITHIN)
         finally:  # after Ctrl-C, as after all else
-            self._stop_listening()
+            for number, handler in self._before.items():
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            self._before = {}
         if kind is None:
             self._last_result()
 
-    def _stop_listening(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self._before = {}
-
     def _note(self, number: int, _: FrameType | None) -> None:
         # Nothing but this: the program may be anywhere.
-        if self._received is None:
-            self._received, self._received_at = number, time.monotonic()
-            return
-        if number == self._received and time.monotonic() < self._received_at + _REPEATED_WITHIN:
-            return
-        self._stop_listening()
-        if signal.getsignal(number) is signal.SIG_IGN:
-            sys.exit(128 + number)
-        os.kill(os.getpid(), number)
+        self._received = self._received or number
 
 
 def may_stop(number: int) -> bool:
     """Whether a signal may ask the run to stop: by custom, or because a `StopSignal` listens."""
     listener = getattr(signal.getsignal(number), "__self__", None)
     return number in _DEFAULT or isinstance(listener, StopSignal)
-
-
-def _checked(number: int) -> int:
-    caught = [found for found in signal.Signals if found.name not in ("SIGKILL", "SIGSTOP")]
-    if isinstance(number, bool) or number not in caught:  # True would be SIGHUP
-        raise ValueError(
-            f"`signals` must be ones that can be caught, as signal.SIGTERM, but are {number!r}"
-        )
-    return int(number)

@@ -9,20 +9,16 @@ from pardata.store._current_op import LOADER, current_op
 
 
 class Clock:
-    """Two readings of the clock a batch: how long the loop waited, of how long it ran.
+    """Two readings of the clock a batch: how long the loop waited, of how long it ran."""
 
-    Args:
-        op: the operation of a rank that waits for a batch.
-    """
-
-    def __init__(self, op: str = LOADER) -> None:
-        self._op, self._start = op, time.perf_counter()
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
         self._end: float | None = None
         self.samples, self.waited = 0, 0.0
 
     def next_of(self, batches: Iterator[Any], end: Any) -> Any:
         """Return the next batch, whose step comes first in it, or `end`."""
-        asked, before, batch = self.seconds(), current_op.push(self._op), end
+        asked, before, batch = self.seconds(), current_op.push(LOADER), end
         try:
             batch = next(batches, end)
         finally:

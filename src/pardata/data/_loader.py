@@ -220,7 +220,7 @@ class Loader:
         return run
 
     def _begin(self) -> Iterator[Any]:
-        self._clock = clock = Clock(self._source.op)
+        self._clock = clock = Clock()
         fetched = self._source.steps(self._bookmark.now)
         clock.waited = clock.seconds()  # until the order is drawn, and workers start
         return self._placement.ahead(fetched, self._shaped)

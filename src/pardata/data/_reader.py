@@ -12,7 +12,7 @@ from pardata.data._order import Request, as_list
 from pardata.data._plan import Fetched, GlobalStep
 from pardata.data._whole_batches import is_read_whole, on_cpu, whole_batch_reader
 from pardata.rng import _rng_state as generators
-from pardata.rng._seeds import mix, mixed
+from pardata.rng._seeds import mix
 from pardata.store._remote_error import RemoteError
 
 # The indices of samples, and what each is seeded by: its index, or its position.
@@ -143,7 +143,8 @@ class Reader(Dataset[Any]):
         """Return samples, each read with all default generators seeded for its place."""
         indices, places = wanted
         seeded = generators.default_generators() if self._seeds.reproducible else ()
-        seeds = mixed(mix(self._seeds.seed, epoch), places) if seeded else places
+        of_epoch = mix(self._seeds.seed, epoch)
+        seeds = [mix(of_epoch, place) for place in places] if seeded else places
         get, samples = self.dataset.__getitem__, list[Any]()
         try:
             for index, seed in zip(indices, seeds, strict=True):

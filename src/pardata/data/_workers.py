@@ -12,12 +12,11 @@ from torch.utils.data import DataLoader
 from pardata._validation import check_int
 from pardata.data._position import Position
 from pardata.data._whole_batches import is_read_whole, on_cpu, outline
-from pardata.data._worker_processes import start_method, started
+from pardata.data._worker_processes import started
 from pardata.environment._cpu import cpus_per_rank
 from pardata.environment._device import has_streams
 from pardata.environment._world import World
 from pardata.rng._seeds import mix
-from pardata.store._current_op import FORKED_LOADER, LOADER
 from pardata.store._remote_error import RemoteError
 
 _LONGEST_SOCKET = 107  # characters: `sun_path` of Linux's unix(7), without its last zero
@@ -115,13 +114,6 @@ class Source:
                 generator=torch.Generator(),
                 **self._options,
             )
-
-    @property
-    def op(self) -> str:
-        """The operation of a rank that waits for a step."""
-        if (workers := self.workers) is None or not workers.num_workers:
-            return LOADER
-        return FORKED_LOADER if start_method(workers) == "fork" else LOADER
 
     def steps(self, start: Position) -> Iterator[Any]:
         """Yield the steps after those delivered. Collective where the order is a sampler's."""

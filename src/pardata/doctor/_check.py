@@ -1,4 +1,4 @@
-"""`python -m pardata check`: join, all-reduce, measure, take a batch from a worker."""
+"""`python -m pardata check`: join, all-reduce, measure."""
 
 import socket
 import statistics
@@ -7,13 +7,10 @@ import timeit
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from pardata.collectives._all_reduce import all_reduce_sum
-from pardata.data._workers import choose_workers
 from pardata.doctor._environment import Finding
 from pardata.environment._cpu import cpus_per_rank
-from pardata.environment._device import properties_of, visible_devices
 from pardata.environment._launchers import LaunchInfo
 from pardata.environment._world import World, store_client
 from pardata.process_group._init import init
@@ -23,7 +20,6 @@ from pardata.testing._run import run
 _TIMES_SMALL, _TIMES_LARGE = 200, 5  # how often a measure is taken
 _LARGE = 2**21  # numbers, 8 MiB: a hundredth of a second on one host, a second on 100 Mbit/s
 _LARGE_ON_GPU = 2**24  # 64 MiB: less does not fill the links between GPUs
-_SAMPLE = 2**20  # 4 MiB that a worker hands over
 
 
 def check(launch: LaunchInfo, timeout: float) -> list[Finding]:
@@ -33,20 +29,17 @@ def check(launch: LaunchInfo, timeout: float) -> list[Finding]:
     """
     if launch.size > 1:
         with init(timeout=timeout, tune_cpu=False) as here:
-            return _trial(here, timeout)
-    found: list[Finding] = run(_as_rank, timeout, world_size=2, timeout=timeout)[0]
-    # Two processes cannot share a GPU, and to which it belongs is a launcher's task.
-    if (gpus := len(visible_devices())) > 1:
-        text = f"to try them: torchrun --nproc-per-node={gpus} -m pardata check"
-        found.append(Finding("GPUs", text))
+            return _trial(here)
+    # On CPUs: to which process a GPU belongs is a launcher's task.
+    found: list[Finding] = run(_as_rank, world_size=2, timeout=timeout)[0]
     return found
 
 
-def _as_rank(timeout: float) -> list[Finding]:
-    return _trial(init(device="cpu", tune_cpu=False), timeout)
+def _as_rank() -> list[Finding]:
+    return _trial(init(device="cpu", tune_cpu=False))
 
 
-def _trial(here: World, timeout: float) -> list[Finding]:
+def _trial(here: World) -> list[Finding]:
     found = [Finding("joining", f"{here.size} ranks met, backend {here.backend}")]
     got, right = all_reduce_sum(here.rank + 1), here.size * (here.size + 1) // 2
 
@@ -56,17 +49,13 @@ def _trial(here: World, timeout: float) -> list[Finding]:
                 f"the sum over all ranks must be {right}, but is {got} on rank {here.rank}: take "
                 f"its host out, and test its memory and its network"
             )
-        _take_from_a_worker(here, timeout)
-        gpu = "" if here.device.type == "cpu" else f" {properties_of(here.device).name}"
         node = f"{socket.gethostname()}, node {here.node_rank}, local rank {here.local_rank}"
-        return f"{node}, {here.device}{gpu}, cores: {cpus_per_rank(here)}"
+        return f"{node}, {here.device}, cores: {cpus_per_rank(here)}"
 
-    places: list[str] = exchange(
-        store_client(), "pardata check", own, list
-    )  # what one rank raises, all do
+    # What one rank raises, all do.
+    places: list[str] = exchange(store_client(), "pardata check", own, list)
     found += [Finding(f"rank {rank}", place) for rank, place in enumerate(places)]
     found.append(Finding("all-reduce", "correct"))
-    found.append(Finding("shared memory", f"a worker handed over {4 * _SAMPLE / 2**20:.0f} MiB"))
     seconds = _median_seconds(torch.zeros(1, device=here.device), _TIMES_SMALL)
     numbers = _LARGE if here.device.type == "cpu" else _LARGE_ON_GPU
     tensor = torch.zeros(numbers, device=here.device)
@@ -74,12 +63,6 @@ def _trial(here: World, timeout: float) -> list[Finding]:
     latency = f"{seconds * 1e6:.0f} microseconds to all-reduce one number"
     bandwidth = f"{rate / 1e6:.0f} MB/s to all-reduce {tensor.nbytes / 2**20:.0f} MiB"
     return [*found, Finding("latency", latency), Finding("bandwidth", bandwidth)]
-
-
-def _take_from_a_worker(here: World, timeout: float) -> None:
-    choose_workers(1, None, here)  # raises if a worker could not send a batch
-    samples = [torch.ones(_SAMPLE)]
-    (_,) = DataLoader(samples, batch_size=None, num_workers=1, timeout=timeout)  # type: ignore[arg-type]  # a list is a dataset
 
 
 def _median_seconds(tensor: Tensor, times: int) -> float:

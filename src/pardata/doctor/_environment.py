@@ -2,6 +2,7 @@
 
 import os
 import platform
+import resource
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -13,7 +14,7 @@ import torch
 
 from pardata.environment._backend import backend_for
 from pardata.environment._cpu import cgroup_cpu_quota, cpus_per_rank
-from pardata.environment._device import properties_of, undetected_gpus, visible_devices
+from pardata.environment._device import properties_of, visible_devices
 from pardata.environment._launchers import LaunchInfo, select_launcher
 from pardata.environment._version import __version__
 from pardata.environment._world import World
@@ -22,6 +23,10 @@ _GIB = 2**30
 _SHARED_MEMORY = "/dev/shm"  # noqa: S108  # where it is, not a temporary file
 _LEAST_SHARED_MEMORY = _GIB  # a container's default of 64 MB is used up by a few batches
 _FEWEST_FILES = 1024  # what most systems give; each tensor in flight from a worker takes one
+_IF_THERE_ARE = (
+    f"If there are GPUs, see whether torch {torch.__version__} is built for them, the driver is "
+    f"new enough, a variable hides them, or the container was started without them"
+)
 
 
 class Finding(NamedTuple):
@@ -42,7 +47,7 @@ def environment(launch: LaunchInfo, env: Mapping[str, str]) -> Iterator[Finding]
     """Yield what this process finds around itself, as its launcher described it."""
     nodes = launch.num_nodes or -(-launch.size // launch.local_size)
     here = World(*launch[1:5], 0, nodes, torch.device("cpu"), None, launch.launcher)
-    yield from (_launcher(launch, env), _gpus(), _cores(here), _threads(here))
+    yield from (_launcher(launch, env), _gpus(), _cores(here))
     if Path(_SHARED_MEMORY).exists():  # not on macOS and Windows
         usage = shutil.disk_usage(_SHARED_MEMORY)
         yield shared_memory(usage.total, usage.free)
@@ -53,24 +58,16 @@ def environment(launch: LaunchInfo, env: Mapping[str, str]) -> Iterator[Finding]
 
 
 def _launcher(launch: LaunchInfo, env: Mapping[str, str]) -> Finding:
-    chosen = select_launcher(env)
-    if chosen is not None:
-        processes = f"{launch.size} process{'es' if launch.size > 1 else ''}"
-        address, names = launch.endpoint, ", ".join(chosen.variables)
-        text = f"{chosen.text}: {processes}, to meet at {address}; from {names}"
-        return Finding("launcher", text)
-    tasks = env.get("SLURM_NTASKS", "1")
-    if tasks == "1" or "SLURM_STEP_ID" in env or env.get("PARDATA_LAUNCHER") == "none":
+    if (chosen := select_launcher(env)) is None:
         return Finding("launcher", "none: a single process")
-    cure = f"start the script with srun, to be the {tasks} tasks that the job asked for"
-    return Finding("launcher", "none: a single process, in the shell of a SLURM job", cure)
+    names = ", ".join(chosen.variables)
+    text = f"{chosen.name}: world size {launch.size}, to meet at {launch.endpoint}; from {names}"
+    return Finding("launcher", text)
 
 
 def _gpus() -> Finding:
-    if (hidden := undetected_gpus()) is not None:
-        return Finding("GPUs", *hidden)
     if not (seen := visible_devices()):
-        return Finding("GPUs", "none: training runs on the CPU")
+        return Finding("GPUs", f"none: training runs on the CPU. {_IF_THERE_ARE}")
     told = map(properties_of, seen)
     kinds = Counter(f"{gpu.name}, {gpu.total_memory / _GIB:.0f} GiB" for gpu in told)
     found = ", ".join(f"{number} x {kind}" for kind, number in kinds.items())
@@ -87,14 +84,6 @@ def _cores(here: World) -> Finding:
     return Finding("cores", f"{cpus_per_rank(here)} per process, of {os.cpu_count()}{limit}")
 
 
-def _threads(here: World) -> Finding:
-    threads, cores = torch.get_num_threads(), cpus_per_rank(here)
-    wish = os.environ.get("OMP_NUM_THREADS", "not set")
-    text = f"{threads} per process (OMP_NUM_THREADS: {wish})"
-    cure = f"set OMP_NUM_THREADS={cores}, as each process has {cores} of the cores"
-    return Finding("threads", text, cure if threads > cores else "")
-
-
 def shared_memory(total: int, free: int) -> Finding:
     """Return whether so many bytes, of which so many are free, are enough for workers' batches."""
     if free >= _LEAST_SHARED_MEMORY:
@@ -108,10 +97,6 @@ def shared_memory(total: int, free: int) -> Finding:
 
 
 def _open_files() -> Iterator[Finding]:
-    try:
-        import resource  # noqa: PLC0415  # not on Windows
-    except ImportError:
-        return
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     cure = "ulimit -n $(ulimit -Hn): each tensor that a worker hands over takes one"
     text = "no limit" if most == resource.RLIM_INFINITY else f"at most {most}"

@@ -1,6 +1,5 @@
 """The backends of process groups: what each takes, by name, and how a group ends without them."""
 
-import os
 from collections.abc import Collection, Iterator
 from datetime import timedelta
 from typing import Any
@@ -26,11 +25,10 @@ def check_supported(device: torch.device, backend: str | None) -> None:
         RuntimeError: says what can be done there.
     """
     if not supports_device(backend, device.type):
-        alone = "train there in one process under strategy 'none', or pass 'cpu'"
-        cure = "leave out `backend`" if device.type == "cpu" else alone
         raise RuntimeError(
             f"`device` must be one from which ranks can send over {backend!r}, but is "
-            f"{str(device)!r}: {cure}"
+            f"{str(device)!r}: leave out `backend`, pass 'cpu', or train in one process under "
+            f"strategy 'none'"
         )
 
 
@@ -65,17 +63,6 @@ def has_cpu_backend_beside(backend: str | None, device: torch.device) -> bool:
     )
 
 
-def flight_recorder(backend: str | None) -> str:
-    """Say where PyTorch's flight recorder writes the last collectives of a GPU's backend."""
-    # It is on by default: pytorch/pytorch#142260.
-    if not has_accelerator_backend(backend) or os.environ.get("TORCH_FR_BUFFER_SIZE") == "0":
-        return ""
-    # The default folder differs between versions of torch.
-    name = "TORCH_FR_DUMP_TEMP_FILE"
-    where = f"{os.environ[name]}<rank>" if name in os.environ else f"set {name} to say where"
-    return f"at the timeout PyTorch's flight recorder writes its file for each rank: {where}"
-
-
 def new_gloo_group(timeout: timedelta | None = None) -> Any:
     """Make a gloo group in addition to the default one, for what is on the CPU. Collective.
 
@@ -102,15 +89,6 @@ def broadcast_together(tensors: list[Tensor], group: Any = None) -> None:
     """Set tensors to rank 0's, in messages of 250 MB: more would take as much memory again."""
     taken: Any = group or dist.group.WORLD
     dist._broadcast_coalesced(taken, tensors, 250 * 2**20, 0)
-
-
-def group_timeout(group: Any) -> timedelta | None:
-    """Return how long a collective on the CPU may take in `group`, if its backend says that."""
-    on_cpu = [kind for kind in group._device_types if kind.type == "cpu"]
-    # Under TORCH_DISTRIBUTED_DEBUG torch wraps the backend, and the wrapper has no options.
-    options = getattr(group._get_backend(on_cpu[0]), "options", None) if on_cpu else None
-    found: timedelta | None = getattr(options, "_timeout", None)
-    return found
 
 
 def sequence_number(group: Any) -> int:

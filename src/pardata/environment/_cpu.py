@@ -4,7 +4,6 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from pardata.environment._launchers import launcher_by_name
 from pardata.environment._world import World, group_state
 
 
@@ -13,11 +12,8 @@ def cpus_per_rank(here: World) -> int:
 
     The ranks of a host that are bound to the same cores share them, and all the container's quota.
     """
-    cpus, state, known = len(cpus_of_process()), group_state(), launcher_by_name(here.launcher)
-    if known and known.cores:  # its job may have a part of the machine
-        cpus = min(cpus, int(os.environ.get(known.cores, cpus)))
-    cpus //= here.local_size if state is None else state.cpu_sharers
-    quota = cgroup_cpu_quota()
+    state, quota = group_state(), cgroup_cpu_quota()
+    cpus = len(cpus_of_process()) // (here.local_size if state is None else state.cpu_sharers)
     return max(1, cpus if quota is None else min(cpus, int(quota / here.local_size)))
 
 

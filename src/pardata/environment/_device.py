@@ -1,9 +1,7 @@
 """The accelerator: what torch sees of it here, and what it can do. No other file names one."""
 
 import os
-import warnings
 from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,50 +73,15 @@ def visibility_variables() -> dict[str, str]:
     return {name: os.environ[name] for name in _MASKS if name in os.environ}
 
 
-def undetected_gpus(root: Path = Path("/")) -> tuple[str, str] | None:
-    """Return that torch sees none of the GPUs that are here, and the cure, if that is so."""
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")  # torch warns of a driver that is too old
-        if visible_devices():
-            return None
-    # A container that was started without them has no device files, but the driver's folder.
-    folders = {"dev": "nvidia[0-9]*", "proc/driver/nvidia/gpus": "*"}
-    found = {f"/{name}": len(list((root / name).glob(one))) for name, one in folders.items()}
-    where = max(found, key=lambda name: found[name])
-    if not found[where] and not said:
-        return None
-    text = f"torch sees none of {found[where]} in {where}{f' ({said[0].message})' if said else ''}"
-    mask = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
-    cure = (
-        f"install a torch for CUDA (this one is {torch.__version__}), unset "
-        f"CUDA_VISIBLE_DEVICES (it is {mask!r}), start the container with --gpus=all, or see with "
-        f"nvidia-smi whether the driver is new enough"
-    )
-    return text, cure
-
-
-def parse_device(device: Any) -> torch.device:
-    """Return the device of this name, whether it is there or not."""
-    try:
-        return torch.device(device)
-    except (RuntimeError, TypeError):  # torch lists twenty kinds, most of which nobody has
-        raise ValueError(
-            f"`device` must be the name of a device, as 'cpu', 'cuda' or 'cuda:1', but is "
-            f"{device!r}: pass one that PyTorch knows"
-        ) from None
-
-
 def checked_device(device: Any) -> torch.device:
     """Return the device that is meant, with its number: of "cuda" that of the current one.
 
     Raises:
-        ValueError: if this names none.
         RuntimeError: if there is none such on this machine.
     """
-    named = parse_device(device)
     try:
-        return torch.empty(0, device=named).device
-    except (RuntimeError, AssertionError) as error:  # the second is torch's, too
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, TypeError) as error:  # they are torch's
         why = str(error).partition("\n")[0]
         raise RuntimeError(
             f"`device` must be one that this machine has, but is {str(device)!r}: {why}"

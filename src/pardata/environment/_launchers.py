@@ -36,9 +36,8 @@ class LaunchInfo(NamedTuple):
 
     @property
     def endpoint(self) -> str:
-        """Address and port as a URL has them: an IPv6 address in brackets."""
-        address = f"[{self.master_addr}]" if ":" in self.master_addr else self.master_addr
-        return f"{address}:{self.master_port}"
+        """Address and port."""
+        return f"{self.master_addr}:{self.master_port}"
 
     @property
     def launch_id(self) -> str:
@@ -54,21 +53,17 @@ class Launcher(NamedTuple):
 
     Attributes:
         name: in `World.launcher` and `PARDATA_LAUNCHER`; two launchers may share it.
-        text: as a person names it.
         variables: that it sets for each process, and `read` needs.
         families: beginnings of the names of all variables that it may set.
         started: whether the variables are those of one of its processes.
         read: makes a `LaunchInfo` of them.
-        cores: the variable that says how many cores the job has on this host, "" if none does.
     """
 
     name: str
-    text: str
     variables: tuple[str, ...]
     families: tuple[str, ...]
     started: Callable[[Env], bool]
     read: Callable[[Env], LaunchInfo]
-    cores: str
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -129,7 +124,7 @@ def _torchrun(env: Env) -> LaunchInfo:
     rank, size, local_rank, local_size = _numbers(env, TORCHRUN, "torchrun")
     numbers = read_ints(env, ("GROUP_RANK", "GROUP_WORLD_SIZE"))
     node, nodes = numbers.get("GROUP_RANK"), numbers.get("GROUP_WORLD_SIZE")
-    place = node, nodes, _master_addr(env), _port(env, 0)  # address and port are set
+    place = node, nodes, env["MASTER_ADDR"], _port(env, 0)  # address and port are set
     return LaunchInfo("torchrun", rank, size, local_rank, local_size, *place)
 
 
@@ -142,7 +137,7 @@ def _mpi(env: Env) -> LaunchInfo:
     else:
         names, who, option, port = MPICH, "MPICH", "-genv MASTER_ADDR <host of rank 0>", 29500
     rank, size, local_rank, local_size = _numbers(env, names, who)
-    address = _master_addr(env) or ("127.0.0.1" if local_size == size else "")
+    address = env.get("MASTER_ADDR") or ("127.0.0.1" if local_size == size else "")
     if not address:
         raise ValueError(
             f"`MASTER_ADDR` must be set when MPI spans several hosts ({local_size} of {size} "
@@ -159,7 +154,7 @@ def _slurm(env: Env) -> LaunchInfo:
     # The same rule as Lightning and Ignite, plus the step, so that two steps of a job differ.
     job, step = read_int(env, "SLURM_JOB_ID"), read_int(env, "SLURM_STEP_ID")
     port = _port(env, 15000 + (job % 10000 + step) % (65536 - 15000))
-    address = _master_addr(env) or first_host(env["SLURM_STEP_NODELIST"])
+    address = env.get("MASTER_ADDR") or first_host(env["SLURM_STEP_NODELIST"])
     return LaunchInfo("slurm", rank, size, local_rank, local_size, node, nodes, address, port)
 
 
@@ -224,11 +219,6 @@ def read_ints(env: Env, names: Iterable[str]) -> dict[str, int]:
     return {name: read_int(env, name) for name in names if env.get(name)}
 
 
-def _master_addr(env: Env) -> str:
-    """Return the address without the brackets in which URLs have an IPv6 address."""
-    return env.get("MASTER_ADDR", "").removeprefix("[").removesuffix("]")
-
-
 def _port(env: Env, default: int) -> int:
     port = read_ints(env, ["MASTER_PORT"]).get("MASTER_PORT", default)
     if not 0 < port < 65536:
@@ -237,8 +227,6 @@ def _port(env: Env, default: int) -> int:
 
 
 def _check_bounds(launch: LaunchInfo, launcher: Launcher) -> None:
-    names = [name for name in launcher.marks if not name.startswith(launcher.families)]
-    variables = ", ".join([*names, *(f"{family}*" for family in launcher.families)])
     for value, bound, name, of in (
         (launch.rank, launch.size, "rank", "world size"),
         (launch.local_rank, launch.local_size, "local rank", "local world size"),
@@ -247,28 +235,17 @@ def _check_bounds(launch: LaunchInfo, launcher: Launcher) -> None:
     ):
         if value is not None and bound is not None and value >= bound:
             raise ValueError(
-                f"the {name} must be less than the {of} ({bound}), but {launcher_text(launch)} "
-                f"set it to {value}: the variables ({variables}) contradict "
-                f"each other, or are left over from another run; {_OPT_OUT}"
+                f"the {name} must be less than the {of} ({bound}), but {launch.launcher} "
+                f"set it to {value}: the variables {', '.join(launcher.variables)} contradict each "
+                f"other, or are left over from another run; {_OPT_OUT}"
             )
-
-
-def launcher_text(launch: LaunchInfo) -> str:
-    """Name a launcher as a person would."""
-    known = launcher_by_name(launch.launcher)
-    return known.text.removeprefix("Open ") if known else launch.launcher
-
-
-def launcher_by_name(name: str) -> Launcher | None:
-    """Return the first launcher of this name."""
-    return next((launcher for launcher in LAUNCHERS if launcher.name == name), None)
 
 
 _TORCHRUNS = ("TORCHELASTIC_", "GROUP_", "NODE_RANK")
 # In the order in which they are looked for. What else needs to know a launcher asks this table.
 LAUNCHERS = [
-    Launcher("torchrun", "torchrun", TORCHRUN, _TORCHRUNS, _is_torchruns, _torchrun, ""),
-    Launcher("mpi", "Open MPI", OPEN_MPI, ("OMPI_", "PMIX_"), _is_open_mpis, _mpi, ""),
-    Launcher("slurm", "SLURM", SLURM, ("SLURM_",), _is_slurms, _slurm, "SLURM_CPUS_ON_NODE"),
-    Launcher("mpi", "MPICH", MPICH, ("PMI_", "MPI_LOCAL"), _is_mpichs, _mpi, ""),
+    Launcher("torchrun", TORCHRUN, _TORCHRUNS, _is_torchruns, _torchrun),
+    Launcher("mpi", OPEN_MPI, ("OMPI_", "PMIX_"), _is_open_mpis, _mpi),
+    Launcher("slurm", SLURM, ("SLURM_",), _is_slurms, _slurm),
+    Launcher("mpi", MPICH, ("PMI_", "MPI_LOCAL"), _is_mpichs, _mpi),
 ]

@@ -18,9 +18,8 @@ from torch.utils.data import get_worker_info
 
 from pardata.environment._backend import default_store, supports_device
 from pardata.environment._device import current_device, require_visible, visible_devices
-from pardata.environment._launchers import LaunchInfo, detect_launch, launcher_text, read_ints
+from pardata.environment._launchers import LaunchInfo, detect_launch, read_ints
 from pardata.environment._logger import get_logger
-from pardata.store._caller import call_site
 from pardata.store._client import StoreClient
 
 _AtTheEnd = Callable[[BaseException | None], None]  # ``with init()`` tells it of the exception
@@ -143,23 +142,11 @@ def world() -> World:
     found = current_world()
     if found.backend is None and not process.was_asked:
         process.was_asked = True
-        _warn_if_launched()
+        try:
+            require_world("world()")
+        except (RuntimeError, ValueError) as error:
+            _log.warning("%s; this process is rank 0 of 1", error, ranks=[0])
     return found
-
-
-def _warn_if_launched() -> None:
-    """Warn if this is one of several processes that a launcher started, each rank 0 by itself."""
-    try:
-        launch = detect_launch(os.environ)
-    except ValueError:  # it is `init` that raises it
-        return
-    if launch.size > 1 and not is_child() and dist.group.WORLD is None and not inherits(launch):
-        _log.warning(
-            "`world()` was called without a group, so this process is rank 0 of 1: %s started %d "
-            "processes, and each gets this answer; call `pardata.init()` first, or set "
-            "PARDATA_LAUNCHER=none to run as a single process (%s)",
-            launcher_text(launch), launch.size, call_site(), ranks=[0],
-        )  # fmt: skip
 
 
 def current_world() -> World:
@@ -184,7 +171,7 @@ def require_world(what: str) -> World:
     launch = detect_launch(os.environ)
     if launch.size > 1:
         raise RuntimeError(
-            f"`{what}` needs the process group: {launcher_text(launch)} started {launch.size} "
+            f"`{what}` needs the process group: {launch.launcher} started {launch.size} "
             f"processes, but `pardata.init()` was not called in this one: call it first, or set "
             f"PARDATA_LAUNCHER=none to run as a single process"
         )

@@ -1,7 +1,6 @@
 """Scalars of a run, to files: written by rank 0 alone."""
 
 import json
-import logging
 import math
 import os
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from weakref import finalize
 
 from torch import Tensor
 
-from pardata._validation import check_int, ensure_directory, local_path
+from pardata._validation import check_int, local_path
 from pardata.environment._logger import get_logger
 from pardata.environment._world import require_world
 
@@ -51,10 +50,10 @@ class MetricWriter(AbstractContextManager["MetricWriter"]):
         self._board: Any = None
         if not require_world("MetricWriter").is_main:
             return
-        ensure_directory(path)
+        path.mkdir(parents=True, exist_ok=True)
         file = path / "metrics.jsonl"
         if file.exists():
-            _set_apart(file, after)
+            _set_apart(file, math.inf if after is None else after)
         self._file = file.open("a", encoding="utf-8")
         finalize(self, self._file.close)  # else Python warns of a file that nobody closed
         self._board = _tensorboard(path, None if after is None else after + 1)
@@ -106,41 +105,31 @@ def _number(name: str, value: object) -> float:
     return number
 
 
-def _set_apart(file: Path, after: int | None) -> None:
+def _set_apart(file: Path, after: float) -> None:
     """Move the lines of steps after `after`, and a last line that was cut off, to another file.
 
     They are there before they leave this one, which is whole at any moment.
     """
-    before = file.read_bytes()
     kept, moved = list[bytes](), list[bytes]()
-    lines = before.splitlines()
-    for number, line in enumerate(lines, 1):
-        is_read = after is not None or number == len(lines)
-        (kept if not is_read or _stays(line, after) else moved).append(line + b"\n")
-    if b"".join(kept) == before:
-        return
+    for line in file.read_bytes().splitlines():
+        (kept if _stays(line, after) else moved).append(line + b"\n")
     if moved:
         apart = file.with_name("metrics.removed.jsonl")
         with apart.open("ab") as others:
             others.writelines(moved)
-        level = logging.INFO if kept else logging.WARNING
-        why = "cut off" if after is None else f"of steps after {after}, or cut off"
-        text = "moved %d of %d lines of %s to %s: they are %s"
-        _log.log(level, text, len(moved), len(lines), file, apart.name, why)
+        text = "moved %d of %d lines of %s to %s: they are of later steps, or cut off"
+        _log.warning(text, len(moved), len(moved) + len(kept), file, apart.name)
     changed = file.with_name(f".unfinished-{file.name}")
-    changed.unlink(missing_ok=True)  # if it is a link, another file would be written
     changed.write_bytes(b"".join(kept))
     changed.replace(file)
 
 
-def _stays(line: bytes, after: int | None) -> bool:
+def _stays(line: bytes, after: float) -> bool:
     try:
-        step = json.loads(line)["step"]
-    except ValueError:  # it was cut off when its run was killed
+        is_before: bool = json.loads(line)["step"] <= after
+    except (ValueError, LookupError, TypeError):  # it was cut off, or is no line of ours
         return False
-    except (KeyError, TypeError, IndexError):  # another program's
-        return True
-    return after is None or not isinstance(step, int | float) or step <= after
+    return is_before
 
 
 def _tensorboard(path: Path, purge_step: int | None) -> Any:

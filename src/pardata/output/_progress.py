@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from torch import Tensor
 
-from pardata._validation import check_int, type_with_article
+from pardata._validation import check_int
 from pardata.environment._world import require_world
 
 T = TypeVar("T")
@@ -37,15 +37,12 @@ def progress(
             for a loader.
 
     Raises:
-        TypeError, ValueError: `iterable` cannot be iterated over, or a number is no integer from 0
-            up; on every rank.
+        TypeError, ValueError: a number is no integer from 0 up; on every rank.
 
     >>> bar = progress([1, 2], "adding")
     >>> for number in bar:
     ...     bar.show(number=number)
     """
-    if not hasattr(iterable, "__iter__") and not hasattr(iterable, "__getitem__"):
-        raise TypeError(f"`iterable` must be something to iterate over, but is {iterable!r}")
     for name, number in {"total": total, "batch_size": batch_size}.items():
         if number is not None:
             check_int(name, number, least=0)
@@ -71,18 +68,8 @@ class Progress(Generic[T]):
         self._values: dict[str, Any] = {}
 
     def show(self, **values: Any) -> None:
-        """Show these values (numbers, tensors of one number, text) with the next drawing.
-
-        Raises:
-            TypeError: a tensor or array, which it names, has more than one number.
-        """
+        """Show these values (numbers, tensors of one number, text) with the next drawing."""
         for name, value in values.items():
-            count = value.numel() if isinstance(value, Tensor) else getattr(value, "size", 1)
-            if hasattr(value, "item") and count != 1:
-                raise TypeError(
-                    f"`{name}` must be one number, but is {type_with_article(value)} of {count}: "
-                    f"take a mean"
-                )
             # Drawn later: its graph need not live until then.
             self._values[name] = value.detach() if isinstance(value, Tensor) else value
 
@@ -127,8 +114,7 @@ class Progress(Generic[T]):
 
 def _bar(description: str, total: int | None) -> Any:
     """Return a bar of tqdm, or None where that would fill a log file, or there is no tqdm."""
-    is_terminal = getattr(sys.stderr, "isatty", None)  # an object of the user's need not have it
-    if is_terminal is not None and is_terminal():
+    if sys.stderr is not None and sys.stderr.isatty():
         with suppress(ImportError):  # the lines say the same
             from tqdm import tqdm  # noqa: PLC0415  # an extra, and only wanted on a terminal
 

@@ -2,7 +2,6 @@
 
 import os
 import socket
-import sys
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -11,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from pardata._validation import to_timedelta
-from pardata.environment._device import parse_device, visible_devices
 from pardata.environment._launchers import LaunchInfo, detect_launch
 from pardata.environment._logger import get_logger
 from pardata.environment._world import (
@@ -107,23 +105,23 @@ def init(
     state.hang_after = default if hang_after is None else hang_after
     if state.hang_after:
         state.resources.callback(Watchdog(state, state.hang_after.total_seconds()).stop)
-    _log.info("%s", _found_text(state.world))
+    world = state.world
+    text = "joined: world size %d, nodes %d, launcher %s, backend %s, device %s on %s"
+    sizes = world.size, world.num_nodes, world.launcher
+    _log.info(text, *sizes, world.backend, world.device, socket.gethostname())
     wants = tune_cpu and os.environ.get("PARDATA_TUNE_CPU") != "0"
-    if state.world.device.type == "cpu" and wants and tune_glibc_malloc():
+    if world.device.type == "cpu" and wants and tune_glibc_malloc():
         _log.debug("the allocator keeps freed memory, unless PARDATA_TUNE_CPU=0", once=True)
-    return state.world
+    return world
 
 
 def _check_not_inherited(launch: LaunchInfo) -> None:
     if launch.size == 1 or not (pid := inherits(launch)):
         return
-    cure = "start it with PARDATA_LAUNCHER=none to run alone, or with its own launcher"
-    # A spawned worker runs the script again, as the module `__mp_main__`.
-    if sys.modules.get("__mp_main__") is not sys.modules["__main__"]:
-        cure = "put the script under `if __name__ == '__main__':`"
     raise RuntimeError(
         f"this process inherited the variables of rank {launch.rank}, as which process {pid} "
-        f"runs: {cure}"
+        f"runs: start it with PARDATA_LAUNCHER=none to run alone, or with its own launcher; or put "
+        f"the script under `if __name__ == '__main__':`, which a spawned worker runs again"
     )
 
 
@@ -131,7 +129,7 @@ def _check_same_arguments(
     state: GroupState, device: torch.device | str | None, given: dict[str, object]
 ) -> None:
     """Refuse arguments of a second `init` that differ from those of the first."""
-    here, wanted = state.world, None if device is None else parse_device(device)
+    here, wanted = state.world, None if device is None else torch.device(device)
     # A kind without a number asks for this rank's GPU, whichever that is.
     given["device"] = None if wanted == torch.device(here.device.type) else wanted
     had = {"backend": here.backend, "device": here.device, "timeout": state.client.timeout}
@@ -141,13 +139,3 @@ def _check_same_arguments(
                 f"`{name}` must be {str(found)!r}, with which `init` has joined, but is "
                 f"{str(given[name])!r}: pass it to the first call"
             )
-
-
-def _found_text(here: World) -> str:
-    nodes = f"{here.num_nodes} node{'s' if here.num_nodes > 1 else ''}"
-    processes = f"{here.size} process{'es' if here.size > 1 else ''}"
-    known = {"existing": "group already there", "single": "no launcher"}
-    launcher = known.get(here.launcher, f"launched by {here.launcher}")
-    gpus = f" of {len(visible_devices())} GPU(s)" if here.device.type != "cpu" else ""
-    device = f"device {here.device}{gpus} on {socket.gethostname()}"
-    return f"this run has {processes} on {nodes}, {launcher}, backend {here.backend}, {device}"

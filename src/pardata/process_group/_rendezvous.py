@@ -1,6 +1,5 @@
 """The ranks meet, agree that all of them can take part, and create the process group."""
 
-import json
 import os
 import socket
 import time
@@ -21,7 +20,6 @@ from pardata.environment import _device
 from pardata.environment._backend import (
     backend_for,
     check_supported,
-    group_timeout,
     has_accelerator_backend,
     has_cpu_backend_beside,
     new_gloo_group,
@@ -31,11 +29,11 @@ from pardata.environment._launchers import LaunchInfo
 from pardata.environment._world import GroupState, World, existing_world, new_store_client
 from pardata.process_group._shutdown import count_out, end
 from pardata.process_group._tcp_store import not_met, open_store
-from pardata.store._client import StoreClient, append
+from pardata.store._client import StoreClient, append, wait_for
 from pardata.store._consensus import raise_if_different
 from pardata.store._rank_format import format_rank_table, format_ranks, group_ranks_by
 from pardata.store._remote_error import summary_line
-from pardata.store._round import abort_rounds, exchange
+from pardata.store._round import abort_rounds, exchange, missing_ranks_text
 
 _T = TypeVar("_T")
 
@@ -65,7 +63,8 @@ def form_group(
     client.store = dist.PrefixStore("pardata", part)
     propose = cache(partial(_proposal, launch, backend, device))
     try:
-        plan = exchange(client, "init", propose, _checked_proposals)
+        # Rank 0 waits for the group's timeout, and then names who did not come.
+        plan = exchange(client, "init", propose, _checked_proposals, patience + _MARGIN)
         if launch is not None:
             how = {"backend": propose()["backend"], "rank": client.rank, "world_size": client.size}
             how |= {"store": dist.PrefixStore("group", part), "timeout": timeout}
@@ -75,8 +74,7 @@ def form_group(
             create_on_all_ranks(client, partial(dist.init_process_group, **how))
         cpu_group = None
         if not plan["is_apart"]:
-            wait = timeout or group_timeout(dist.group.WORLD) or patience
-            cpu_group = create_on_all_ranks(client, partial(new_gloo_group, wait))
+            cpu_group = create_on_all_ranks(client, partial(new_gloo_group, patience))
     except BaseException as error:  # only to clean up: it is raised again
         if launch is not None and dist.is_initialized():
             dist.destroy_process_group()
@@ -117,7 +115,7 @@ def _proposal(
     launch: LaunchInfo | None, backend: str | None, wanted: torch.device | str | None
 ) -> dict[str, Any]:
     """Return what a rank tells the others before there is a group; make its device current."""
-    device = None if wanted is None else _device.parse_device(wanted)
+    device = None if wanted is None else torch.device(wanted)
     if launch is None:
         world = existing_world(device)
         device, backend = world.device, world.backend
@@ -191,20 +189,15 @@ def with_fresh_prefix(client: StoreClient) -> StoreClient:
         return _hand_out_prefix(client)
     store, word = client.store, uuid.uuid4().hex
     append(store, "asked", word)
-    try:
-        store.wait([f"answer/{word}"], client.timeout)
-        part = dist.PrefixStore(store.get(f"answer/{word}").decode(), store)
-        append(part, "came", str(client.rank))
-        part.wait(["missing"], client.timeout + _MARGIN)  # rank 0 waits as long for the last of us
-        missing = json.loads(part.get("missing"))
-    except RuntimeError as error:
-        raise not_met([0], client.size, client.timeout) from error
-    if missing:
-        raise not_met(missing, client.size, client.timeout)
+    if not wait_for(store, [f"answer/{word}"], client.timeout):
+        raise not_met([0], client.size, client.timeout)
+    part = dist.PrefixStore(store.get(f"answer/{word}").decode(), store)
+    append(part, "came", str(client.rank))
     return replace(client, store=part)
 
 
 def _hand_out_prefix(client: StoreClient) -> StoreClient:
+    """Tell each rank the name. If some do not come, the result of the first round names them."""
     name, store = uuid.uuid4().hex, client.store
     part = dist.PrefixStore(name, store)
     append(store, "asked", "")  # to read both before anybody came
@@ -218,10 +211,9 @@ def _hand_out_prefix(client: StoreClient) -> StoreClient:
         answered |= asked
         missing -= set(map(int, part.get("came").split()))
         time.sleep(0.005)
-    part.set("missing", json.dumps(sorted(missing)))
     if missing:
-        time.sleep(1)  # the store may live here: those who came read it now
-        raise not_met(sorted(missing), client.size, client.timeout)
+        text = missing_ranks_text(sorted(missing), client.size, f" within {client.timeout}")
+        abort_rounds(replace(client, store=dist.PrefixStore("pardata", part)), text, "TimeoutError")
     return replace(client, store=part)
 
 

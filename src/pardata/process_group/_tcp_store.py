@@ -54,14 +54,11 @@ def _connected(launch: LaunchInfo, timeout: timedelta) -> tuple[dist.Store, bool
             *address, launch.size, hosts, timeout, wait_for_workers=False, multi_tenant=True
         )
     except (RuntimeError, OSError) as error:
-        if "EADDRINUSE" in str(error):
-            raise RuntimeError(
-                f"the port of `MASTER_PORT` must be free, but {launch.endpoint} is in use: another "
-                f"run is on this host; set MASTER_PORT to a free port"
-            ) from error
+        if "EADDRINUSE" not in str(error):
+            raise  # it names the address
         raise RuntimeError(
-            f"rank {launch.rank} must reach rank 0 at {launch.endpoint}, but could not within "
-            f"{timeout}: is rank 0 running, and is the port open between the hosts?"
+            f"the port of `MASTER_PORT` must be free, but {launch.endpoint} is in use: another "
+            f"run is on this host; set MASTER_PORT to a free port"
         ) from error
     return store, hosts
 

@@ -28,25 +28,15 @@ class Default(NamedTuple):
 
 
 def _of_numpy(random_: Any) -> Default:
-    """Return NumPy's: that of the bit generator which is set, also by the user."""
-    # NumPy has it from 1.24 on.
-    get_bits: Callable[[], Any] = getattr(random_, "get_bit_generator", lambda: None)
+    """Return NumPy's, whose state is taken as bytes: arrays in a dict cannot be compared."""
 
-    def seed(number: int) -> None:
-        try:
-            random_.seed(number % 2**32)
-        except TypeError:  # it seeds an MT19937 alone, and the user has set another kind
-            random_.set_bit_generator(type(get_bits())(number))
+    def state() -> bytes:
+        return pickle.dumps(random_.get_state(legacy=False))
 
-    def state() -> tuple[Any, bytes]:
-        return get_bits(), pickle.dumps(random_.get_state(legacy=False))
+    def restore(state: bytes) -> None:
+        random_.set_state(pickle.loads(state))  # noqa: S301  # it was dumped here
 
-    def restore(state: tuple[Any, bytes]) -> None:
-        if state[0] is not get_bits():
-            random_.set_bit_generator(state[0])
-        random_.set_state(pickle.loads(state[1]))  # noqa: S301  # it was dumped here
-
-    return Default(seed, state, restore)
+    return Default(lambda number: random_.seed(number % 2**32), state, restore)
 
 
 @cache
@@ -64,16 +54,6 @@ def seed_generators(number: int, among: Iterable[Default] | None = None) -> None
         generator.seed(number)
 
 
-def states_of(generators: Iterable[Default]) -> list[tuple[Default, Any]]:
-    """Return the state of each, for `moved`."""
-    return [(generator, generator.state()) for generator in generators]
-
-
-def moved(states: list[tuple[Default, Any]]) -> list[Default]:
-    """Return those that somebody drew from, or seeded, since."""
-    return [generator for generator, state in states if generator.moved_since(state)]
-
-
 class Kept:
     """Puts generators back, after a block, to where they are now; seeds them for it, if told to.
 
@@ -81,7 +61,7 @@ class Kept:
     """
 
     def __init__(self, generators: Iterable[Default], seed: int | None = None) -> None:
-        self.states, self._seed = states_of(generators), seed
+        self.states, self._seed = [(each, each.state()) for each in generators], seed
 
     def __enter__(self) -> None:
         if self._seed is not None:
@@ -160,9 +140,9 @@ def no_draws(what: str, device: torch.device | None = None) -> Iterator[None]:
     Raises:
         RuntimeError: says that `what` drew, and how to let it.
     """
-    states = states_of((*default_generators(), *_of(device)))
+    before = Kept((*default_generators(), *_of(device)))
     yield
-    if moved(states):
+    if any(generator.moved_since(state) for generator, state in before.states):
         raise RuntimeError(
             f"`{what}` must draw no random numbers from a batch whose size depends on the number "
             f"of ranks, but did: pass `microbatch_size`, so that it gets the same microbatches "

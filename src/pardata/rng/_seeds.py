@@ -1,6 +1,5 @@
 """Seeds: of the run, of loaders that get none, and seeds that are made of other numbers."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count
 from weakref import WeakValueDictionary
@@ -49,19 +48,10 @@ def mix(*numbers: int) -> int:
     SplitMix64's finaliser, once a number: Steele, Lea and Flood, "Fast Splittable Pseudorandom
     Number Generators", OOPSLA 2014.
     """
-    return _state(numbers) >> 1
-
-
-def mixed(first: int, others: Iterable[int]) -> list[int]:
-    """Return ``mix(first, other)`` for each of `others`, in less time."""
-    begun = _state((first,))
-    return [_state((other,), begun) >> 1 for other in others]
-
-
-def _state(numbers: Iterable[int], state: int = 0) -> int:
+    state = 0
     for number in numbers:
         state = (state + number + 0x9E3779B97F4A7C15) % 2**64
         state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 % 2**64
         state = (state ^ state >> 27) * 0x94D049BB133111EB % 2**64
         state ^= state >> 31
-    return state
+    return state >> 1

@@ -5,8 +5,6 @@ from time import monotonic
 from typing import Any, TypeAlias
 
 LOADER = "its loader"  # the operation of a rank that waits for a batch
-# Its workers may wait for a lock that a thread held at the fork.
-FORKED_LOADER = f'{LOADER} (forked beside threads: if it hangs, multiprocessing_context="spawn")'
 # The call of pardata ("" in the user's own code), since when, and the step of a loader. A plain
 # tuple takes half a microsecond less than a class.
 OpRecord: TypeAlias = tuple[str, float, Any]

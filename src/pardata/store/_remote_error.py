@@ -49,7 +49,7 @@ class RemoteError:
     def of(cls, error: BaseException, *, rank: int, call: str) -> "RemoteError":
         """Describe `error` so that other ranks can raise it."""
         text = type_and_message(error)
-        trace = shortened("".join(traceback.format_exception(error)))
+        trace = "".join(traceback.format_exception(error))[-_MOST:]
         return cls(rank, call, text, trace, _pickled(error), is_secondary(error))
 
     @property
@@ -111,27 +111,19 @@ def exception_chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def type_and_message(error: BaseException) -> str:
-    """Return type and text of `error`, without the middle of a very long text."""
+    """Return type and text of `error`, of a very long text the first 64 KiB."""
     try:
         text = str(error).strip()
     except Exception:  # noqa: BLE001  # user code; the words are those of `traceback`
         text = "<exception str() failed>"
     name = type(error).__qualname__
-    return f"{name}: {shortened(text)}" if text else name
+    return f"{name}: {text[:_MOST]}" if text else name
 
 
 def summary_line(error: BaseException) -> str:
     """Return type, the first line of the text, and the line of the user's code that raised it."""
     first = type_and_message(error).partition("\n")[0].removesuffix(":")[:_LINE_LENGTH]
     return f"{first} ({raise_location(error)})"
-
-
-def shortened(text: str) -> str:
-    """Return `text` without its middle, if it is longer than 64 KiB."""
-    left_out = len(text) - _MOST
-    if left_out <= 0:
-        return text
-    return f"{text[: _MOST // 2]} … ({left_out} characters) … {text[-_MOST // 2 :]}"
 
 
 def _pickled(error: BaseException) -> str | None:

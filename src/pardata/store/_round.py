@@ -2,8 +2,8 @@
 
 The rounds of a group are numbered, and every rank makes the same ones in the same order. In each
 a rank writes its contribution, counts itself in, and waits for one key, the result. The first
-result stands. In `exchange` the last rank to arrive writes it; in `lead` the rank that works for
-the others. A rank that waits in vain writes who is missing, and one that leaves the group writes
+result stands. The last rank to arrive writes it, or one that fails while it works for the others.
+A rank that waits in vain writes who is missing, and one that leaves the group writes
 why: no round can follow then. Only the request that reads all contributions grows with the ranks.
 """
 
@@ -20,16 +20,16 @@ from pardata.store._caller import call_site
 from pardata.store._client import StoreClient, set_once, texts_of, wait_for
 from pardata.store._current_op import current_op
 from pardata.store._rank_format import format_rank_table, format_ranks
-from pardata.store._remote_error import RemoteError, is_secondary, mark_secondary, shortened
+from pardata.store._remote_error import RemoteError, is_secondary, mark_secondary
 
 Decide: TypeAlias = Callable[[list[Any]], object]  # gets the values of all ranks, in rank order
 Result: TypeAlias = dict[str, Any]
 
 _RAISABLE = {e.__name__: e for e in (RuntimeError, ValueError, TypeError, TimeoutError)}
 _SAME_CALLS = "every rank must make the same calls in the same order, but"
-# Characters of a value, and errors of 64 KiB in a result: a TCPStore closes a connection that sends
-# more than 8 MiB.
-_MOST, _MOST_ERRORS = 2**22, 8
+# Characters of a value and of an error, and errors in a result: a TCPStore closes a connection
+# that sends more than 8 MiB.
+_MOST, _MOST_TEXT, _MOST_ERRORS = 2**22, 2**16, 8
 
 
 def exchange(
@@ -84,40 +84,23 @@ def exchange(
 
 
 @contextmanager
-def lead(client: StoreClient, call: str, others: timedelta | None = None) -> Iterator[Result]:
-    """Work for the ranks that `follow`. An exception in the block is raised on every rank.
+def lead(client: StoreClient, call: str) -> Iterator[None]:
+    """Work for the other ranks, which are in an `exchange`. It must follow the block on this one.
 
-    Yields a dict. Its "value", if the block sets one, is returned by `follow`.
-
-    Args:
-        client: of the store.
-        call: the name of the call in errors.
-        others: for how long to wait after the block for other ranks that lead, too; the ranks that
-            follow are in `exchange` then.
+    An exception in the block is the result of that round, so it is raised on every rank at once.
     """
-    if others is not None or current_op.leads == "rank_zero_call":
-        forbid_in_rank_zero_section(call)
-    this = _Round(client, call, None if others is None else lambda _: None)
-    if others is None:
-        client.request(this.arrive)
-    before, current_op.leads = current_op.leads, call.partition("(")[0]
-    result: Result = {}
+    forbid_in_rank_zero_section(call)
+    current_op.leads = section = call.partition("(")[0]
     try:
-        yield result
+        yield
     except BaseException as error:
-        remote = RemoteError.of(error, rank=client.rank, call=current_op.leads)
+        remote = RemoteError.of(error, rank=client.rank, call=section)
         with suppress(Exception):  # the first error says more
-            this.give({"errors": [asdict(remote)]})
+            this = _Round(client, call)
+            client.request(lambda store: this.give(store, {"errors": [asdict(remote)]}))
         raise
     finally:
-        current_op.leads = before
-    this.value_of(this.give({"value": None, **result}) if others is None else this.wait(others))
-
-
-def follow(client: StoreClient, call: str, timeout: timedelta) -> Any:
-    """Wait for the rank that leads; return its value, or raise the exception that it raised."""
-    this = _Round(client, call)
-    return this.value_of(this.wait(timeout))
+        current_op.leads = ""
 
 
 def forbid_in_rank_zero_section(call: str) -> None:
@@ -129,14 +112,14 @@ def forbid_in_rank_zero_section(call: str) -> None:
         )
 
 
-def abort_rounds(client: StoreClient, text: str) -> None:
+def abort_rounds(client: StoreClient, text: str, kind: str = "RuntimeError") -> None:
     """Let each rank that waits for this one, now or later, raise an error with `text`.
 
     They wait in the first round without a result. That is this rank's last one, if it was
-    interrupted in it. It is a later one if rank 0 led some, because the others may be ahead.
+    interrupted in it, else the next.
     """
     client.closed = client.closed or text
-    result = json.dumps({"call": "", "closed": ["RuntimeError", text]})
+    result = json.dumps({"closed": [kind, text]})
 
     def abort(store: dist.Store) -> None:
         number = max(client.rounds, 1)
@@ -152,10 +135,10 @@ class _Round:
     Args:
         client: of the store.
         call: the name of the call in errors.
-        decide: makes the result on the rank that arrives last; None if rank 0 gives it.
+        decide: makes the result on the rank that arrives last.
     """
 
-    def __init__(self, client: StoreClient, call: str, decide: Decide | None = None) -> None:
+    def __init__(self, client: StoreClient, call: str, decide: Decide = lambda _: None) -> None:
         if client.closed:
             must = f"`{call}` must be reached by every rank, but no call can follow in this group"
             raise mark_secondary(RuntimeError(f"{must}: {client.closed}"))
@@ -178,7 +161,7 @@ class _Round:
                 self.arrive(store, value, error)
             if wait_for(store, [self._key], patience):
                 return store.get(self._key).decode()
-            return "" if left > patience else self._give(store, self._late(store, timeout))
+            return "" if left > patience else self.give(store, self._late(store, timeout))
 
         try:
             while True:
@@ -190,9 +173,7 @@ class _Round:
         finally:
             current_op.pop(before)
 
-    def arrive(
-        self, store: dist.Store, value: object = None, error: Exception | None = None
-    ) -> None:
+    def arrive(self, store: dist.Store, value: object, error: Exception | None) -> None:
         """Write this rank's contribution, and the result if it is the last one to arrive."""
         client, failed = self._client, None
         if error is not None:
@@ -203,13 +184,11 @@ class _Round:
         if store.add(f"count/{self._number}", 1) == client.size:
             store.delete_key(f"count/{self._number}")
             store.delete_key(f"result/{self._number - 1}")  # all are here, so all have read it
-            if (result := self._decided(_entries(store, client.size))) is not None:
-                self._give(store, result)
+            self.give(store, self._decided(_entries(store, client.size)))
 
-    def give(self, result: Result) -> Result:
-        """Write the result of the rank that leads; return the one that stands."""
-        stands: Result = json.loads(self._client.request(lambda store: self._give(store, result)))
-        return stands
+    def give(self, store: dist.Store, result: Result) -> str:
+        """Write a result if none stands; return the one that stands."""
+        return set_once(store, self._key, json.dumps(result))
 
     def value_of(self, result: Result) -> Any:
         """Return the value of a result, or raise what it has instead."""
@@ -221,11 +200,6 @@ class _Round:
         if "raises" in result:
             kind, text = result["raises"]
             raise _RAISABLE[kind](text)
-        if result["call"] != self._call:
-            raise RuntimeError(
-                f"{_SAME_CALLS} rank {result['rank']} is in {result['call']} and rank "
-                f"{client.rank} in {self._call}: look for a branch that skips one"
-            )
         if "errors" in result:
             errors = [RemoteError(**one) for one in result["errors"]]
             if errors[0].traceback:  # a rank that led has failed
@@ -238,48 +212,26 @@ class _Round:
         """Return the result of a rank that has waited in vain."""
         entries = _entries(store, self._client.size)
         late = [rank for rank, entry in enumerate(entries) if entry["round"] < self._number]
-        if not late and (decided := self._decided(entries)) is not None:
-            return decided  # the last rank to arrive has ended before it gave it
-        text = f"rank 0 has not finished within {timeout}: see its output, or give more time"
-        if late:
-            text = missing_ranks_text(late, self._client.size, f" within {timeout}")
+        if not late:
+            return self._decided(entries)  # the last rank to arrive has ended before it gave it
+        text = missing_ranks_text(late, self._client.size, f" within {timeout}")
         return {"closed": ["TimeoutError", text]}
 
-    def _decided(self, entries: list[dict[str, Any]]) -> Result | None:
-        """Return the result of the contributions of all ranks; None if rank 0 will give it."""
-        later = [entry["round"] > self._number for entry in entries]
-        rows = zip(entries, later, strict=True)
-        calls = [entry["call"] + ", which comes later" * is_later for entry, is_later in rows]
-        # Only a rank that leads may be in a later round, or one whose wait was interrupted.
-        here = {call for call, is_later in zip(calls, later, strict=True) if not is_later}
-        if len(here) > 1 or (self._decide and any(later)):
+    def _decided(self, entries: list[dict[str, Any]]) -> Result:
+        """Return the result of the contributions of all ranks."""
+        later = ", which comes later"  # a rank's wait may have been interrupted
+        calls = [entry["call"] + later * (entry["round"] > self._number) for entry in entries]
+        if len(set(calls)) > 1:
             return {"raises": ["RuntimeError", f"{_SAME_CALLS} here:\n{format_rank_table(calls)}"]}
-        if self._decide is None:
-            return None
         if failed := [entry["error"] for entry in entries if entry["error"]]:
-            return {
-                "errors": sorted(failed, key=lambda error: error["is_secondary"])[:_MOST_ERRORS]
-            }
+            failed.sort(key=lambda error: error["is_secondary"])  # causes first
+            return {"errors": failed[:_MOST_ERRORS]}
         try:
             return {"value": self._decide([entry["value"] for entry in entries])}
         except Exception as error:  # noqa: BLE001  # raised on every rank
-            kind, text = type(error).__name__, shortened(str(error))
+            kind, text = type(error).__name__, str(error)[:_MOST_TEXT]
             is_known = kind in _RAISABLE
             return {"raises": [kind, text] if is_known else ["RuntimeError", f"{kind}: {text}"]}
-
-    def _give(self, store: dist.Store, result: Result) -> str:
-        """Write a result if none stands; return the one that stands."""
-        signed = {"rank": self._client.rank, "call": self._call, **result}
-        return set_once(store, self._key, json.dumps(signed))
-
-
-def waiting_ranks(store: dist.Store, size: int) -> dict[int, str]:
-    """Return the calls of the ranks that wait for the result of a round."""
-    entries = enumerate(_entries(store, size))
-    begun = {rank: entry for rank, entry in entries if entry["round"]}
-    rounds = {entry["round"] for entry in begun.values()}
-    open_rounds = {number for number in rounds if not store.check([f"result/{number}"])}
-    return {r: entry["call"] for r, entry in begun.items() if entry["round"] in open_rounds}
 
 
 def _entries(store: dist.Store, size: int) -> list[dict[str, Any]]:

@@ -2,19 +2,15 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import zip_longest
-from typing import Any, TypeAlias, TypeVarTuple, Unpack
+from typing import Any, TypeVarTuple, Unpack
 
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from pardata._validation import type_with_article
 from pardata.strategies._weights import named_tensors
 from pardata.testing._run import run
 
 Args = TypeVarTuple("Args")
-
-# What training has come to after a step.
-Trained: TypeAlias = nn.Module | Mapping[str, Tensor | float]
 
 _ROUNDING = (
     "Relative differences of 1e-7 in float32 (1e-16 in float64) are sums in another order: pass "
@@ -24,7 +20,7 @@ _ROUNDING = (
 
 
 def assert_same_at_every_world_size(
-    train: Callable[[Unpack[Args]], Iterator[Trained]],
+    train: Callable[[Unpack[Args]], Iterator[nn.Module | Mapping[str, Tensor | float]]],
     *args: *Args,
     sizes: Iterable[int] = (1, 2, 3),
     rtol: float = 0.0,
@@ -51,7 +47,6 @@ def assert_same_at_every_world_size(
     Raises:
         AssertionError: training differs. The error names the size, the rank, its first such step,
             and a tensor that differs, by how much.
-        TypeError: `train` yields neither a module nor a dict of tensors or numbers.
         ValueError: there are fewer than two sizes, or `train` yields nothing.
         BaseException: what `train` raises, as from `run`.
 
@@ -83,22 +78,11 @@ def assert_same_at_every_world_size(
 
 def _recorded(train: Any, args: Any) -> list[dict[str, Any]]:
     """Return what this rank yields after each step."""
-    steps = train(*args)
-    if not isinstance(steps, Iterator):
-        raise TypeError(
-            f"`train` must be a generator function, but returned {type_with_article(steps)}: write "
-            f"`yield model` after each step"
-        )
-    return [_copied(trained) for trained in steps]
+    return [_copied(trained) for trained in train(*args)]
 
 
 def _copied(trained: Any) -> dict[str, Any]:
     """Return copies of what was yielded: the next step changes it."""
     named = dict(named_tensors(trained)) if isinstance(trained, nn.Module) else trained
-    if not isinstance(named, Mapping):
-        raise TypeError(
-            f"`train` must yield its model, or a dict of tensors or numbers, after each step, but "
-            f"yielded {type_with_article(trained)}: write `yield model`"
-        )
     whole = {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in named.items()}
     return {k: v.detach().cpu().clone() if isinstance(v, Tensor) else v for k, v in whole.items()}

@@ -5,7 +5,6 @@ import gc
 import multiprocessing
 import os
 import pickle
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -43,7 +42,8 @@ def run(
 
     The group exists when `fn` starts (``pardata.world().launcher`` is ``"existing"``, and `init`
     adopts it). It meets over a file and is destroyed at the end. `fn`, its arguments and its
-    results travel by pickle: `fn` must be importable by name, so define it in a module. Each rank
+    results travel by pickle: `fn` must be importable by name, so define it in a file, not in a
+    notebook. Each rank
     computes on one thread. The processes come from a server that has imported torch already; the
     first call pays for that.
 
@@ -57,8 +57,8 @@ def run(
     Raises:
         ValueError: `world_size` is below 1, or `timeout` is not above 0.
         TypeError: `world_size` is no integer, `timeout` is no time, or `env` holds anything but
-            text. Or the function cannot be pickled, or is of a notebook's cell, or of a script that
-            was read from standard input.
+            text.
+        Exception: the function or an argument cannot be pickled; `pickle` raises it.
         TimeoutError: ranks did not finish; it names them, and where each of them was.
         BaseException: what the first rank to fail raised, with that rank's traceback as its cause.
             It is a `RuntimeError` that names the rank if the error cannot be pickled, or a process
@@ -69,17 +69,11 @@ def run(
     """
     check_int("world_size", world_size, least=1)
     timeout = to_timedelta(timeout).total_seconds()
-    variables = _environment(dict(env or {}))
-    try:
-        job = pickle.dumps((fn, args))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise TypeError(
-            f"`fn` and its arguments must be importable and picklable, but are not: {error}"
-        ) from error
-    _require_a_script_that_children_find(fn)
+    variables = _environment(env or {})
+    job = pickle.dumps((fn, args))
     with tempfile.TemporaryDirectory(prefix="pardata-run-") as directory:
-        start_method = multiprocessing.get_start_method(allow_none=True)
-        ranks = _Ranks(_Settings(directory, world_size, timeout, variables, start_method))
+        method = multiprocessing.get_start_method(allow_none=True)
+        ranks = _Ranks(_Settings(directory, world_size, timeout, variables, method))
         try:
             ranks.start(job)
             return ranks.results()
@@ -87,31 +81,14 @@ def run(
             ranks.end()
 
 
-def _environment(added: dict[Any, Any]) -> dict[str, str]:
+def _environment(added: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a rank: those of this process, without its launcher's, and more."""
-    for name, value in added.items():
-        if not (isinstance(name, str) and isinstance(value, str)):
-            raise TypeError(
-                f"`env` must map names to text, but maps {name!r} to {value!r}: use str()"
-            )
     # A test that inherits the launcher of its runner would join as somebody else's rank. The
     # server's environment is that of its start; a test may have changed its own since.
     left_out = {*_OWN, *(name for launcher in LAUNCHERS for name in launcher.marks)}
     families = tuple(family for launcher in LAUNCHERS for family in launcher.families)
     own = ((n, text) for n, text in os.environ.items() if not n.startswith(families))
-    return {n: text for n, text in own if n not in left_out} | added
-
-
-def _require_a_script_that_children_find(fn: Callable[..., object]) -> None:
-    script = getattr(sys.modules["__main__"], "__file__", None)  # a notebook has none
-    is_in_none = script is None and getattr(fn, "__module__", None) == "__main__"
-    if is_in_none or (script is not None and not Path(script).exists()):
-        name = getattr(fn, "__qualname__", type(fn).__qualname__)
-        raise TypeError(
-            f"`fn` must be importable by the processes that run it, each of which imports the "
-            f"script anew, but {name!r} is run from a notebook, an interactive session or standard "
-            f"input: write it to a file, in a notebook with %%writefile, and import it"
-        )
+    return {**{n: text for n, text in own if n not in left_out}, **added}
 
 
 class _Settings(NamedTuple):
@@ -194,8 +171,6 @@ class _Ranks:
 def _context() -> Any:
     # A server process that has imported torch forks a rank in milliseconds; a fresh interpreter
     # takes seconds. It is a child of this process and ends with it.
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     return context
@@ -204,13 +179,13 @@ def _context() -> Any:
 def _work(rank: int, settings: _Settings, job: bytes, pipe: Connection) -> None:
     """Be one rank: join, run, report."""
     gc.freeze()  # a collection would walk all that the server has imported, torch among it
-    os.environ.clear()
-    os.environ.update(settings.env, LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(settings.size))
     # That of the parent, for a rank's own children: a process from a server would ask for another
     # server, and each DataLoader worker would take seconds to import torch.
     multiprocessing.set_start_method(settings.start_method, force=True)
     torch.set_num_threads(1)
     try:
+        os.environ.clear()
+        os.environ.update(settings.env, LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(settings.size))
         with Path(f"{settings.directory}/stack-{rank}").open("w") as stack:
             # Just before the parent gives up, write where this rank is.
             faulthandler.dump_traceback_later(max(0.1, settings.timeout - 1), file=stack)

@@ -11,6 +11,7 @@ Examples:
   python -m pardata env
   python -m pardata check
   torchrun --standalone --nproc-per-node=2 -m pardata check
+  python -m pardata env --json
   srun -N 2 --ntasks-per-node=4 python -m pardata check --timeout 120
 
 Exit status: 0 where all is well, warnings included; 1 where something will not work; 2 for a
@@ -19,6 +20,7 @@ command line that is wrong.
 
 import argparse
 import faulthandler
+import json
 import os
 import sys
 
@@ -36,16 +38,17 @@ def main(arguments: list[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("command", choices=("env", "check"), help="what to do")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
     how_long = "how long to wait for other ranks (default: 60)"
     parser.add_argument("--timeout", type=float, default=60, metavar="SECONDS", help=how_long)
     chosen = parser.parse_args(arguments)
     # What waits for other ranks ends by itself and says why, the wait for the store of torch only
     # after twice its timeout. Whatever else hangs ends here, and shows where it was.
     faulthandler.dump_traceback_later(2 * chosen.timeout + 15, exit=True)
-    return report(chosen.command, chosen.timeout)
+    return report(chosen.command, chosen.timeout, as_json=chosen.json)
 
 
-def report(command: str, timeout: float) -> int:
+def report(command: str, timeout: float, *, as_json: bool = False) -> int:
     """Print what "env" or "check" finds, on rank 0 and where something fails; return the status."""
     prints = True
     try:
@@ -58,10 +61,16 @@ def report(command: str, timeout: float) -> int:
         findings = [Finding(command, text or type(error).__name__, is_error=True)]
     fails = any(finding.is_error for finding in findings)
     if prints or fails:
-        for finding in findings:
-            cure = f"\n{'':24}cure: {finding.cure}" if finding.cure else ""
-            print(f"{finding.status:9}{finding.name:15}{finding.text}{cure}", flush=True)
+        found = {f.name: {"status": f.status, **f._asdict()} for f in findings}
+        print(
+            json.dumps(found, indent=2) if as_json else "\n".join(map(_line, findings)), flush=True
+        )
     return int(fails)
+
+
+def _line(finding: Finding) -> str:
+    cure = f"\n{'':24}cure: {finding.cure}" if finding.cure else ""
+    return f"{finding.status:9}{finding.name:15}{finding.text}{cure}"
 
 
 if __name__ == "__main__":

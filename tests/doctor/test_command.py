@@ -3,6 +3,7 @@
 import contextlib
 import faulthandler
 import io
+import json
 import os
 import re
 
@@ -141,3 +142,13 @@ def test_two_processes_that_cannot_talk_or_take_too_long_are_an_error(
     (line,) = capsys.readouterr().out.splitlines()  # no stack of a process
     assert line.startswith("error    check          ")
     assert text in line
+
+
+def test_json_is_one_object_for_programs(monkeypatch, capsys):
+    assert report("env", 60, as_json=True) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["launcher"]["status"] == "ok"
+    assert told["launcher"]["text"] == "none: a single process"
+    monkeypatch.setenv("RANK", "0")
+    assert report("env", 60, as_json=True) == 1
+    assert json.loads(capsys.readouterr().out)["env"]["status"] == "error"

@@ -2,7 +2,10 @@
 
 import os
 import resource
+import warnings
+from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -76,14 +79,37 @@ def test_fewer_than_1024_open_files_are_few():
     check(few, WARNING, "at most 1023", "ulimit -n $(ulimit -Hn): each tensor")
 
 
-def test_gpus_are_counted_and_where_there_is_none_what_to_look_at_is_said():
-    told = [SimpleNamespace(name=n, total_memory=141 * GIB) for n in ("H200", "H100", "H200")]
-    with accelerators(3, get_device_properties=lambda device: told[device.index]):
-        here = "2 x H200, 141 GiB, 1 x H100, 141 GiB; backend cuda:nccl,cpu:gloo"
-        check(found("GPUs"), OK, here)
-    with accelerators(0):
-        text = "none: training runs on the CPU. If there are GPUs, see whether torch "
-        check(found("GPUs"), OK, f"{text}{torch.__version__} is built for them")
+def _too_old():
+    warnings.warn("the driver is too old", stacklevel=1)
+    return False
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Pretend to have a torch that answers so, GPUs of these names, and so many device files."""
+
+    def pretend(is_available, names=(), files=0):
+        told = [SimpleNamespace(name=name, total_memory=141 * GIB) for name in names]
+        of_kind = {"get_device_properties": lambda device: told[device.index]}
+        monkeypatch.setattr(Path, "glob", lambda *_: range(files))
+        there = accelerators(len(names), **of_kind)
+        with there, patch.object(torch.accelerator, "is_available", is_available):
+            return found("GPUs")
+
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    return pretend
+
+
+def test_gpus_are_counted_and_those_that_torch_does_not_see_are_a_warning(gpus):
+    here = "2 x H200, 141 GiB, 1 x H100, 141 GiB; backend cuda:nccl,cpu:gloo"
+    check(gpus(lambda: True, ["H200", "H100", "H200"], 3), OK, here)
+    check(gpus(lambda: False), OK, "none: training runs on the CPU")
+    cure = f"install a torch for CUDA (this one is {torch.__version__}), unset CUDA_VISIBLE_DEVICES"
+    check(gpus(lambda: False, files=2), WARNING, "torch sees none of 2 in /dev", cure)
+    finding = gpus(_too_old, files=2)
+    check(finding, WARNING, "torch sees none of 2 in /dev (the driver is too old)", cure)
+    assert "unset CUDA_VISIBLE_DEVICES (it is '')" in finding.cure
 
 
 def test_an_accelerator_of_one_process_is_shown_with_what_it_says_of_itself(monkeypatch):

@@ -14,7 +14,7 @@ import torch
 
 from pardata.environment._backend import backend_for
 from pardata.environment._cpu import cgroup_cpu_quota, cpus_per_rank
-from pardata.environment._device import properties_of, visible_devices
+from pardata.environment._device import properties_of, undetected_gpus, visible_devices
 from pardata.environment._launchers import LaunchInfo, select_launcher
 from pardata.environment._version import __version__
 from pardata.environment._world import World
@@ -23,10 +23,6 @@ _GIB = 2**30
 _SHARED_MEMORY = "/dev/shm"  # noqa: S108  # where it is, not a temporary file
 _LEAST_SHARED_MEMORY = _GIB  # a container's default of 64 MB is used up by a few batches
 _FEWEST_FILES = 1024  # what most systems give; each tensor in flight from a worker takes one
-_IF_THERE_ARE = (
-    f"If there are GPUs, see whether torch {torch.__version__} is built for them, the driver is "
-    f"new enough, a variable hides them, or the container was started without them"
-)
 
 
 class Finding(NamedTuple):
@@ -66,8 +62,10 @@ def _launcher(launch: LaunchInfo, env: Mapping[str, str]) -> Finding:
 
 
 def _gpus() -> Finding:
+    if (hidden := undetected_gpus()) is not None:
+        return Finding("GPUs", *hidden)
     if not (seen := visible_devices()):
-        return Finding("GPUs", f"none: training runs on the CPU. {_IF_THERE_ARE}")
+        return Finding("GPUs", "none: training runs on the CPU")
     told = map(properties_of, seen)
     kinds = Counter(f"{gpu.name}, {gpu.total_memory / _GIB:.0f} GiB" for gpu in told)
     found = ", ".join(f"{number} x {kind}" for kind, number in kinds.items())

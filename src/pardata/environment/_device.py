@@ -1,7 +1,9 @@
 """The accelerator: what torch sees of it here, and what it can do. No other file names one."""
 
 import os
+import warnings
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,6 +73,28 @@ def widest_float_dtype(device: torch.device) -> torch.dtype:
 def visibility_variables() -> dict[str, str]:
     """Return the variables of this process that restrict which devices it sees."""
     return {name: os.environ[name] for name in _MASKS if name in os.environ}
+
+
+def undetected_gpus(root: Path = Path("/")) -> tuple[str, str] | None:
+    """Return that torch sees none of the GPUs that are here, and the cure, if that is so."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")  # torch warns of a driver that is too old
+        if visible_devices():
+            return None
+    # A container that was started without them has no device files, but the driver's folder.
+    folders = {"dev": "nvidia[0-9]*", "proc/driver/nvidia/gpus": "*"}
+    found = {f"/{name}": len(list((root / name).glob(one))) for name, one in folders.items()}
+    where = max(found, key=lambda name: found[name])
+    if not found[where] and not said:
+        return None
+    text = f"torch sees none of {found[where]} in {where}{f' ({said[0].message})' if said else ''}"
+    mask = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+    cure = (
+        f"install a torch for CUDA (this one is {torch.__version__}), unset "
+        f"CUDA_VISIBLE_DEVICES (it is {mask!r}), start the container with --gpus=all, or see with "
+        f"nvidia-smi whether the driver is new enough"
+    )
+    return text, cure
 
 
 def checked_device(device: Any) -> torch.device:

@@ -85,9 +85,8 @@ class Row:
 
 def parser(doc: str | None, rounds: int, rounds_help: str) -> argparse.ArgumentParser:
     """Return a parser with what every benchmark takes, and its docstring as description."""
-    made = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    as_written = argparse.RawDescriptionHelpFormatter
+    made = argparse.ArgumentParser(description=doc, formatter_class=as_written)
     made.add_argument(
         "--rounds", type=positive, default=rounds, help=f"{rounds_help} (default: {rounds})"
     )
@@ -128,10 +127,8 @@ def alternate(contenders: Mapping[str, Callable[[], _T]], rounds: int) -> dict[s
 
 def usable_cores() -> int:
     """Return the cores that this process may use."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # not on macOS
-        return os.cpu_count() or 1
+    has_affinity = hasattr(os, "sched_getaffinity")  # macOS has not
+    return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
 
 
 def print_environment() -> dict[str, str]:

@@ -98,7 +98,7 @@ def test_mnist_trains_under_every_strategy(strategy, size, tmp_path):
         run_example, "mnist.py", "--data", "digits", "--epochs", 1, "--strategy", strategy,
         "--run-dir", tmp_path, *["--show-shapes"] * shows, size=size,
     )  # fmt: skip
-    assert f"{size} process" in first
+    assert f"world size {size}" in first
     assert "learning rate 0.002" in first
     assert re.search(r"step 20  loss \d\.\d+", first)
     assert re.search(r"epoch time .* s: .* s waiting for data, .* s computing", first)

@@ -1,6 +1,5 @@
 """The loader: epochs that advance by themselves and can be left and resumed at any step."""
 
-import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
@@ -215,9 +214,7 @@ class Loader:
         Collective only with a `sampler` or an ``IterableDataset``.
         """
         begun = self._bookmark.begin()
-        run = self._delivered(self._begin(), self._clock, begun)
-        begun.run = weakref.ref(run)
-        return run
+        return self._delivered(self._begin(), self._clock, begun)
 
     def _begin(self) -> Iterator[Any]:
         self._clock = clock = Clock()
@@ -231,9 +228,9 @@ class Loader:
         """Yield each batch, with the samples of its step taken down as delivered."""
         bookmark = self._bookmark
         bookmark.check(begun)
-        if bookmark.started(begun):  # elsewhere: Lightning sets the epoch after iter()
-            batches, clock = self._begin(), self._clock
         try:
+            if bookmark.started(begun):  # elsewhere: Lightning sets the epoch after iter()
+                batches, clock = self._begin(), self._clock
             while True:
                 bookmark.check(begun)
                 step, state, batch = clock.next_of(batches, _END)
@@ -251,6 +248,7 @@ class Loader:
             bookmark.left(begun)
             raise
         finally:
+            begun.is_running = False
             clock.stop()
 
     def _shaped(self, fetched: Fetched) -> tuple[GlobalStep, Any, Any]:

@@ -2,11 +2,9 @@
 
 import reprlib
 import sys
-import weakref
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from inspect import GEN_RUNNING, GEN_SUSPENDED, getgeneratorstate
 from typing import Any, NamedTuple
 
 from pardata.environment._logger import get_logger
@@ -38,18 +36,14 @@ class Pass:
     Attributes:
         start: where it begins.
         unused: that of the bookmark when the first batch was asked for.
-        run: what yields the batches. Only the loop keeps it alive: it dies if a loop is left.
+        is_running: whether the loop has asked for its first batch, and may ask for another.
         is_left: whether the loop over it was left before its end.
     """
 
     start: Position
     unused: Position
-    run: weakref.ref[Generator[Any, None, None]] | None = None
+    is_running: bool = False
     is_left: bool = False
-
-    def is_running(self) -> bool:
-        run = None if self.run is None else self.run()
-        return run is not None and getgeneratorstate(run) in (GEN_RUNNING, GEN_SUSPENDED)
 
 
 class Bookmark:
@@ -69,7 +63,7 @@ class Bookmark:
     @property
     def epoch(self) -> int:
         """The epoch in progress, else the next one."""
-        return self.now.epoch if self._newest.is_running() else self.next.epoch
+        return self.now.epoch if self._newest.is_running else self.next.epoch
 
     @property
     def counts_as_done(self) -> bool:
@@ -100,7 +94,7 @@ class Bookmark:
 
     def started(self, begun: Pass) -> bool:
         """Use the epoch up. Return whether it is another than when the pass began."""
-        begun.unused = self.unused
+        begun.unused, begun.is_running = self.unused, True
         moved = self.next is not begun.start
         if moved:
             self._take_up(self.next)
@@ -149,14 +143,14 @@ class Bookmark:
         """Begin the next pass there."""
         self.next = self.unused = start
         self._newest.is_left = False
-        if not self._newest.is_running():
+        if not self._newest.is_running:
             self._state = start
 
     def resume_at(self, start: Position) -> None:
         """Begin the next pass there; what came before it has been delivered."""
         self.go_to(start)
         self._state = start
-        if not self._newest.is_running():
+        if not self._newest.is_running:
             self.now = start
 
     @contextmanager

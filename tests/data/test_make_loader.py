@@ -225,7 +225,7 @@ def test_a_sampler_that_is_refused_leaves_no_workers_half_made(monkeypatch):
     own = RandomSampler(range(9), generator=torch.Generator().manual_seed(0))
     loader = make_loader(range(9), 3, sampler=own, num_workers=1)
     with pytest.raises(ValueError, match="must yield the same order each time it is read"):
-        iter(loader)
+        next(iter(loader))
     del loader
     gc.collect()
     assert ignored == []
@@ -285,11 +285,11 @@ def test_another_order_than_the_one_in_which_the_epoch_was_begun_is_refused(
     next(iter(begun))
     again.load_state_dict(begun.state_dict())
     with pytest.raises(ValueError, match=f"the order that `{argument}` yields, but epoch 0"):
-        iter(again)
+        next(iter(again))
 
 
 def test_a_place_inside_a_batch_of_a_batch_sampler_is_none():
     loader = make_loader(range(9), num_workers=0, batch_sampler=[[1, 2], [3]])
     loader.load_state_dict({**loader.state_dict(), "delivered": 1})
     with pytest.raises(ValueError, match="has another now: make it of the same data"):
-        iter(loader)
+        next(iter(loader))

@@ -28,7 +28,7 @@ class Model:
 
     def __init__(self):
         self.now = self.next = self.unused = self.told = 0, 0
-        self.runs, self.has_started, self.changes, self.bodies = False, False, 0, []
+        self.runs, self.changes, self.bodies = False, 0, []
         self.is_left = False
 
     @property
@@ -40,13 +40,9 @@ class Model:
         self.unused, self.changes = unused, self.changes + 1
 
     def begin(self):
-        self.now, self.runs, self.has_started, self.is_left = self.next, False, False, False
+        """Let a pass be asked for its first batch: only this begins an epoch."""
+        self.now, self.runs, self.is_left = self.next, True, False
         self.told = self.now if self.now[0] >= self.unused[0] else self.told
-
-    def start(self):
-        """Let the newest pass be asked for its first batch: only this uses an epoch up."""
-        self.begin()
-        self.runs = self.has_started = True
         self.done, self.before = self.unused[0], self.changes
         self.next = self.next if self.bodies else (self.now[0] + 1, 0)
 
@@ -104,7 +100,7 @@ class Loops(RuleBasedStateMachine):
         super().__init__()
         self.data, self.model = Torn(LENGTH), Model()
         self.loader = loader_of(self.data, BATCH, shuffle=True)
-        self.passes, self.newest, self.loops = [], None, []
+        self.passes, self.fresh, self.newest, self.loops = [], set(), None, []
 
     @invariant()
     def it_is_where_the_model_is(self):
@@ -117,16 +113,17 @@ class Loops(RuleBasedStateMachine):
     @precondition(lambda self: self.model.next[0] < len(ORDERS) and len(self.passes) < 2)
     @rule()
     def iterate(self):
-        self.newest = iter(self.loader)
-        self.passes.append(self.newest)
-        self.model.begin()
+        self.passes.append(iter(self.loader))
+        self.fresh.add(id(self.passes[-1]))
 
     @precondition(lambda self: self.passes)
     @rule(which=st.integers(0, 1), torn=st.booleans())
     def step(self, which, torn):
         chosen = self.passes[which % len(self.passes)]
-        if chosen is self.newest and not self.model.has_started:
-            self.model.start()
+        if id(chosen) in self.fresh:
+            self.fresh.remove(id(chosen))
+            self.newest = chosen
+            self.model.begin()
         epoch, delivered = self.model.now
         self.data.torn = torn
         if chosen is not self.newest or not self.model.runs:
@@ -150,7 +147,8 @@ class Loops(RuleBasedStateMachine):
     @rule(whole=st.booleans())
     def read_an_epoch(self, whole):
         self.iterate()
-        while not self.model.has_started or (whole and self.model.runs):
+        self.step(len(self.passes) - 1, torn=False)
+        while whole and self.model.runs:
             self.step(len(self.passes) - 1, torn=False)
         self.leave(len(self.passes) - 1)
 
@@ -158,6 +156,7 @@ class Loops(RuleBasedStateMachine):
     @rule(which=st.integers(0, 1))
     def leave(self, which):
         left = self.passes.pop(which % len(self.passes))
+        self.fresh.discard(id(left))
         if left is self.newest:
             self.newest = None
             self.model.leave_pass()

@@ -1,6 +1,6 @@
 """The loader: epochs that advance by themselves and can be left and resumed at any step."""
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NoReturn, TypeAlias
@@ -15,7 +15,7 @@ from pardata.data._microbatches import Microbatches
 from pardata.data._order import Requests, length_of
 from pardata.data._placement import Placement
 from pardata.data._plan import Fetched, GlobalStep, Plan
-from pardata.data._position import Bookmark, Pass, Recipe
+from pardata.data._position import Bookmark, Recipe
 from pardata.data._sample_count import Read, delivered
 from pardata.data._whole_batches import is_read_whole
 from pardata.data._workers import Source
@@ -211,26 +211,17 @@ class Loader:
     def __iter__(self) -> Iterator[Any]:
         """Run the next epoch, or the rest of the one that was loaded.
 
-        Collective only with a `sampler` or an ``IterableDataset``.
+        It begins when the first batch is asked for. Collective only with a `sampler` or an
+        ``IterableDataset``.
         """
-        begun = self._bookmark.begin()
-        return self._delivered(self._begin(), self._clock, begun)
-
-    def _begin(self) -> Iterator[Any]:
+        # Not before: Lightning sets the epoch after iter().
+        bookmark, begun = self._bookmark, self._bookmark.begin()
         self._clock = clock = Clock()
-        fetched = self._source.steps(self._bookmark.now)
-        clock.waited = clock.seconds()  # until the order is drawn, and workers start
-        return self._placement.ahead(fetched, self._shaped)
-
-    def _delivered(
-        self, batches: Iterator[Any], clock: Clock, begun: Pass
-    ) -> Generator[Any, None, None]:
-        """Yield each batch, with the samples of its step taken down as delivered."""
-        bookmark = self._bookmark
-        bookmark.check(begun)
         try:
-            if bookmark.started(begun):  # elsewhere: Lightning sets the epoch after iter()
-                batches, clock = self._begin(), self._clock
+            fetched = self._source.steps(bookmark.now)
+            clock.waited = clock.seconds()  # until the order is drawn, and workers start
+            batches = self._placement.ahead(fetched, self._shaped)
+            bookmark.use_up(begun)
             while True:
                 bookmark.check(begun)
                 step, state, batch = clock.next_of(batches, _END)

@@ -34,13 +34,11 @@ class Pass:
     """One pass through an epoch, or through the rest of it.
 
     Attributes:
-        start: where it begins.
-        unused: that of the bookmark when the first batch was asked for.
-        is_running: whether the loop has asked for its first batch, and may ask for another.
+        unused: that of the bookmark when it began.
+        is_running: whether it has begun, and the loop may ask for another batch.
         is_left: whether the loop over it was left before its end.
     """
 
-    start: Position
     unused: Position
     is_running: bool = False
     is_left: bool = False
@@ -57,7 +55,7 @@ class Bookmark:
 
     def __init__(self) -> None:
         self.now = self.next = self.unused = self._state = Position(0)
-        self._newest = Pass(self.next, self.unused)
+        self._newest = Pass(self.unused)
         self._bodies = 0  # bodies of `epochs` that are run: there each pass is through its epoch
 
     @property
@@ -79,28 +77,17 @@ class Bookmark:
         return Position(self.now.epoch + 1) if self.counts_as_done else self._state
 
     def begin(self) -> Pass:
-        """Begin the next epoch, or what is left of the one that was resumed.
-
-        It is used up only when the first batch is asked for: `started`.
-        """
-        self._newest = Pass(self.next, self.unused)
-        self._take_up(self.next)
+        """Begin the next epoch, or what is left of the one that was resumed."""
+        self.now, self._newest = self.next, Pass(self.unused)
+        if self.now.epoch >= self.unused.epoch:
+            self._state = self.now
         return self._newest
 
-    def _take_up(self, start: Position) -> None:
-        self.now = start
-        if start.epoch >= self.unused.epoch:
-            self._state = start
-
-    def started(self, begun: Pass) -> bool:
-        """Use the epoch up. Return whether it is another than when the pass began."""
-        begun.unused, begun.is_running = self.unused, True
-        moved = self.next is not begun.start
-        if moved:
-            self._take_up(self.next)
+    def use_up(self, begun: Pass) -> None:
+        """Let the next pass begin in the next epoch, as this one can be read."""
+        begun.is_running = True
         if not self._bodies:
             self.next = Position(self.now.epoch + 1)
-        return moved
 
     def check(self, begun: Pass) -> None:
         """Raise if a newer pass has begun: two would read from the same workers."""

@@ -13,11 +13,6 @@ class Ragged(list[Any]):
     """A column of a batch whose rows differ in shape: an item for each sample."""
 
 
-def is_ragged(part: Any) -> bool:
-    """Whether this is such a column."""
-    return isinstance(part, Ragged)
-
-
 def is_list(part: Any) -> bool:
     """Whether this is a list or a tuple, but no named one."""
     return isinstance(part, list | tuple) and not hasattr(part, "_fields")
@@ -69,7 +64,7 @@ def emptied(batch: Any, *, lists_are_columns: bool) -> Any:
         return is_list(part) and len(part) == 1 and not lists_are_columns
 
     def empty(path: KeyPath, leaf: Any) -> Any:
-        if is_ragged(leaf) or is_text(leaf) or (isinstance(leaf, Tensor) and leaf.ndim):
+        if isinstance(leaf, Ragged) or is_text(leaf) or (isinstance(leaf, Tensor) and leaf.ndim):
             return leaf[:0]
         what = type(leaf).__name__ + " without dimensions" * isinstance(leaf, Tensor)
         if may_be_samples(leaf):
@@ -82,7 +77,7 @@ def emptied(batch: Any, *, lists_are_columns: bool) -> Any:
         )
 
     def is_leaf(part: Any) -> bool:
-        return is_ragged(part) or is_indivisible(part) or may_be_samples(part)
+        return isinstance(part, Ragged) or is_indivisible(part) or may_be_samples(part)
 
     return map_with_path(batch, empty, is_leaf=is_leaf)
 

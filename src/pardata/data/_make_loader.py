@@ -14,7 +14,7 @@ from pardata.data._loader import Loader, Parts
 from pardata.data._order import Requests
 from pardata.data._placement import Placement
 from pardata.data._position import Recipe
-from pardata.data._reader import Collation, Reader, Seeds
+from pardata.data._reader import Collation, Reader
 from pardata.data._stream import Stream
 from pardata.data._streamed import Streamed
 from pardata.data._workers import DataLoaderOptions, Source
@@ -135,8 +135,8 @@ def make_loader(
 def _parts(settings: ResolvedConfig) -> Parts:
     """Return what the arguments, which have been checked and agreed on, describe."""
     given, ranks, plan, workers = settings.given, settings.ranks, settings.plan, settings.workers
-    seeds = Seeds(settings.seed, given.reproducible, given.microbatch_size is not None)
-    collation = Collation(given.collate_fn, seeds, settings.here.rank)
+    seeding = settings.seed, given.reproducible, given.microbatch_size is not None
+    collation = Collation(given.collate_fn, *seeding, settings.here.rank)
     if given.reproducible:
         _warn_of_own_generators(given)
     if not isinstance(given.dataset, IterableDataset):

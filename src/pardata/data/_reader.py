@@ -3,7 +3,8 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any, NamedTuple, TypeAlias
+from itertools import count
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import Dataset, default_collate, get_worker_info
@@ -15,16 +16,21 @@ from pardata.rng import _rng_state as generators
 from pardata.rng._seeds import mix
 from pardata.store._remote_error import RemoteError
 
-# The indices of samples, and what each is seeded by: its index, or its position.
-Wanted: TypeAlias = tuple[Sequence[Any], Sequence[int]]
 
+class Collation(NamedTuple):
+    """How samples become a batch: seeded, collated, and with an error that says where.
 
-class Seeds(NamedTuple):
-    """From where randomness comes: `reproducible` seeds each sample and each microbatch."""
+    Attributes:
+        reproducible: whether each sample and each call for a microbatch is seeded.
+        microbatches: whether there are any. Else what collates must not draw.
+        rank: of this process, also if nothing is shared out.
+    """
 
+    collate_fn: Callable[[list[Any]], Any] | None
     seed: int
     reproducible: bool
     microbatches: bool
+    rank: int
 
     def around_reading(self) -> generators.Kept:
         """Return the context in which the samples of a step are read and collated."""
@@ -48,14 +54,6 @@ class Seeds(NamedTuple):
             return nullcontext()
         return generators.no_draws(user, device)
 
-
-class Collation(NamedTuple):
-    """How samples that were read become a batch, and what is said of those that cannot be read."""
-
-    collate_fn: Callable[[list[Any]], Any] | None
-    seeds: Seeds
-    rank: int  # this process's, also if nothing is shared out
-
     def batch_of(
         self, samples: Any, indices: Any, step: GlobalStep, microbatch: int
     ) -> tuple[Any, int]:
@@ -66,7 +64,7 @@ class Collation(NamedTuple):
                     return default_collate(samples), 0
             except Exception as error:  # samples differ, or are of an unknown kind
                 raise self.failed(f"samples {indices} could not be collated", error) from error
-        with self.seeds.around("collate_fn", step, microbatch):
+        with self.around("collate_fn", step, microbatch):
             missing = sum(sample is None for sample in samples)
             return self.called("collate_fn", self.collate_fn, samples, step), missing
 
@@ -92,7 +90,6 @@ class Reader(Dataset[Any]):
 
     def __init__(self, dataset: Any, collation: Collation) -> None:
         self.dataset, self.collation = dataset, collation
-        self._seeds = collation.seeds
         self.look_again()
         # A Subset has __getitems__ whatever it is of, and would read one by one itself.
         self._by_items = hasattr(dataset, "__getitems__") and is_read_whole(dataset)
@@ -122,28 +119,31 @@ class Reader(Dataset[Any]):
             batches = [self._got(read, torch.as_tensor(each, device="cpu")) for each in asked]
             return Fetched(step, batches)
         indices = [as_list(each) for each in asked]
-        wanted = enumerate(zip(indices, positions or indices, strict=True), step.first)
-        with self._seeds.around_reading():
+        wanted = zip(count(step.first), indices, positions or indices, strict=False)
+        with self.collation.around_reading():
             found = [self._batch(step, *each) for each in wanted]
         return Fetched(step, [batch for batch, _ in found], missing=[none for _, none in found])
 
-    def _batch(self, step: GlobalStep, microbatch: int, wanted: Wanted) -> tuple[Any, int]:
-        """Return what ``collate_fn`` makes of the samples `wanted`, and how many are None."""
-        indices, _ = wanted
+    def _batch(
+        self, step: GlobalStep, microbatch: int, indices: Sequence[Any], places: Sequence[int]
+    ) -> tuple[Any, int]:
+        """Return what ``collate_fn`` makes of the samples at `indices`, and how many are None.
+
+        Each is seeded by its place: its index, or its position.
+        """
         if self._by_items:
-            with self._seeds.around("__getitems__", step, microbatch):
+            with self.collation.around("__getitems__", step, microbatch):
                 samples = self._got(self.dataset.__getitems__, indices)
             if not isinstance(samples, list) and self.collation.collate_fn is None:
                 return samples, 0  # a whole batch: PyTorch's protocol has a list of samples
         else:
-            samples = self._samples(step.epoch, wanted)
+            samples = self._samples(step.epoch, indices, places)
         return self.collation.batch_of(samples, indices, step, microbatch)
 
-    def _samples(self, epoch: int, wanted: Wanted) -> list[Any]:
+    def _samples(self, epoch: int, indices: Sequence[Any], places: Sequence[int]) -> list[Any]:
         """Return samples, each read with all default generators seeded for its place."""
-        indices, places = wanted
-        seeded = generators.default_generators() if self._seeds.reproducible else ()
-        of_epoch = mix(self._seeds.seed, epoch)
+        seeded = generators.default_generators() if self.collation.reproducible else ()
+        of_epoch = mix(self.collation.seed, epoch)
         seeds = [mix(of_epoch, place) for place in places] if seeded else places
         get, samples = self.dataset.__getitem__, list[Any]()
         try:

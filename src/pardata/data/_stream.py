@@ -121,7 +121,11 @@ class Stream(IterableDataset[Fetched]):
 
     def _shares(self, samples: Iterator[Any], rows: int) -> Iterator[list[Any]]:
         """Yield the samples by `rows`, and what is left of them, unless that is dropped."""
-        while read := _next(samples, rows):
+        while True:
+            with kept_generators():
+                read = list(islice(samples, rows))
+            if not read:
+                return
             if len(read) == rows or not self.plan.drop_last:
                 yield read
 
@@ -131,7 +135,7 @@ class Stream(IterableDataset[Fetched]):
         # A copy, as the dataset may change its own; in a tuple, see `Position`.
         state = (deepcopy(self.dataset.state_dict()),) if self.keeps_place else None
         first, collated = step.number * self.plan.batch_size, []
-        with self.collation.seeds.around_reading():
+        with self.collation.around_reading():
             for number, run in enumerate(runs, step.first):
                 samples, indices = [read[i] for i in run], [first + i for i in run]
                 collated.append(self.collation.batch_of(samples, indices, step, number))
@@ -144,7 +148,7 @@ class Stream(IterableDataset[Fetched]):
         To seed for each sample takes as long as to decode a small one. The default generators are
         left seeded: keep them around the reading of those that are read together.
         """
-        seed = self.collation.seeds.seed
+        seed = self.collation.seed
         key = mix(mix(seed, *reader) if reader else seed, epoch)
         what = "the iterable dataset"
         try:

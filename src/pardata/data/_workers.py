@@ -137,7 +137,7 @@ class Source:
         if self.workers is None:
             return here()
         # DataLoader draws its workers' seed from this, and leaves the user's generator alone.
-        seed = self.reader.collation.seeds.seed
+        seed = self.reader.collation.seed
         self.workers.generator.manual_seed(mix(seed, epoch, self._ranks.rank))
         with on_cpu():  # where DataLoader draws the seed of its workers
             return map(_or_raise, started(self.workers, self._options.get("worker_init_fn")))

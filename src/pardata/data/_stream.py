@@ -121,11 +121,7 @@ class Stream(IterableDataset[Fetched]):
 
     def _shares(self, samples: Iterator[Any], rows: int) -> Iterator[list[Any]]:
         """Yield the samples by `rows`, and what is left of them, unless that is dropped."""
-        while True:
-            with kept_generators():
-                read = list(islice(samples, rows))
-            if not read:
-                return
+        while read := _next(samples, rows):
             if len(read) == rows or not self.plan.drop_last:
                 yield read
 

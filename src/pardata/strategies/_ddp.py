@@ -116,10 +116,6 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
         # The mode is the module's: unwrap(model).train() does not reach the wrapper.
         return bool(self.broadcast_buffers and self.modules_buffers and self._inside.training)
 
-    def _equalise_buffers(self) -> None:
-        if self._has_unequal_buffers():
-            self._broadcast_buffers()
-
     def will_sync_module_buffers(self) -> bool:
         """Return False: PyTorch would equalise the buffers before a forward."""
         return False
@@ -214,8 +210,8 @@ def _one_step(model: DistributedDataParallel, forwards: int) -> Iterator[None]:
     finally:
         if (parcel := model.__dict__.get("_parcel")) is not None:
             parcel.numbers = None  # a failed step left them
-    if isinstance(model, ReadThroughDDP):
-        model._equalise_buffers()
+    if isinstance(model, ReadThroughDDP) and model._has_unequal_buffers():
+        model._broadcast_buffers()
 
 
 class DdpStep(SharedStep):

@@ -139,7 +139,8 @@ class FsdpStrategy(Strategy):
         options: dict[str, Any] = {"mesh": _mesh(target, settings), **given}
         ignored = options.get("ignored_params") or set()
         blocks = _blocks(module, settings)
-        _tell(module, blocks, settings)
+        if not blocks:
+            _warn_of_root_alone(module, settings)
         before = [ref(parameter) for parameter in module.parameters()]
         made: dict[Tensor, Tensor] = {}  # keeps tensors in memory: only those that are ignored
         for part in (*blocks, module):  # so no device holds more than one of them whole
@@ -187,28 +188,20 @@ def _mesh(device: torch.device, settings: Settings) -> Any:
         world.bound_device_id = bound
 
 
-def _tell(module: nn.Module, blocks: list[nn.Module], settings: Settings) -> None:
-    """Say which blocks ``"auto"`` has found, or what it costs that a large model has none."""
-    name = type(module).__name__
-    if settings.options.get("blocks") == "auto":
-        kinds = Counter(type(block).__name__ for block in blocks)
-        told = ", ".join(f"{number} {kind}" for kind, number in kinds.items())
-        text = "%s is sharded in blocks: %s, the largest with %.1f of its %.1f million parameters"
-        most = max(map(size_of, blocks), default=0)
-        _log.info(text, name, told, most / 1e6, size_of(module) / 1e6, once=True)
+def _warn_of_root_alone(module: nn.Module, settings: Settings) -> None:
+    """Say what it costs that a large model has no blocks."""
     if size_of(module) <= _LARGE or any(isinstance(m, ShardedModule) for m in module.modules()):
         return
-    if not blocks:
-        kind = getattr(settings.options.get("mp_policy"), "param_dtype", None)
-        peak = sum(p.numel() * (kind or p.dtype).itemsize for p in module.parameters())
-        _log.warning(
-            "%s is sharded at its root alone: in each step a rank holds all of its parameters at "
-            "once, %.2f GB, and their gradients as well; pass blocks='auto', or the classes of its "
-            "blocks, and a rank holds those of one block at a time",
-            *(name, peak / 1e9),
-            ranks=[0],
-            once=True,
-        )
+    kind = getattr(settings.options.get("mp_policy"), "param_dtype", None)
+    peak = sum(p.numel() * (kind or p.dtype).itemsize for p in module.parameters())
+    _log.warning(
+        "%s is sharded at its root alone: in each step a rank holds all of its parameters at "
+        "once, %.2f GB, and their gradients as well; pass blocks='auto', or the classes of its "
+        "blocks, and a rank holds those of one block at a time",
+        *(type(module).__name__, peak / 1e9),
+        ranks=[0],
+        once=True,
+    )
 
 
 @uncompiled  # as all hooks here: each model would count against dynamo's limit of recompilations

@@ -74,17 +74,14 @@ class Tally:
         """Return the leaves of `metrics`, of the same structure as those that came before."""
         try:
             plain, means = _numbers_of(metrics)
+            text = _structure(plain, means)
+            if text not in self._known:
+                _check_means(plain, microbatch)
         except TypeError as error:
             return self._refuse(error)
-        text = _structure(plain, means)
         if self._text not in (None, text):
             return self._refuse(ValueError(_UNLIKE))
-        if text not in self._known:
-            try:
-                _check_means(plain, microbatch)
-            except TypeError as error:
-                return self._refuse(error)
-            self._known.add(text)
+        self._known.add(text)
         self._text, self._metrics, self._paths = text, metrics, (*plain, *means)
         self._weighted = 1 + len(plain)
         leaves = [*plain.values(), *(part for m in means.values() for part in (m.total, m.count))]

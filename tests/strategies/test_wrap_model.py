@@ -24,7 +24,7 @@ from pardata import (
     world,
     wrap_model,
 )
-from pardata.strategies._known import strategy_of
+from pardata.strategies._wrap_model import strategy_of
 
 
 class Elsewhere(nn.Parameter):

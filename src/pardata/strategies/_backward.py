@@ -20,10 +20,10 @@ from pardata.model._unwrap import is_parallel
 from pardata.rng._rng_state import forked_torch_seed, kept_generators
 from pardata.store._current_op import current_op
 from pardata.strategies._forward import add_zeros, forward_of, with_one_loss
-from pardata.strategies._known import strategy_and_layer
 from pardata.strategies._loss_weights import Count, Microbatch, Replicas, Share, positive
 from pardata.strategies._step import Step, count_run, forbidden_in, known_metrics, microbatch_seed
 from pardata.strategies._step_metrics import Tally, checked, wide
+from pardata.strategies._wrap_model import strategy_and_layer
 
 _log = get_logger(__name__)
 
@@ -210,6 +210,7 @@ def _alone(
                 with forward_of(model, keeps=True) as outputs:
                     returned = loss_fn(model, microbatch)
                 returned = with_one_loss(returned, share.microbatches[0], share, outputs)
+                del outputs  # which need not live through the backward
         if not isinstance(returned, Tensor):
             tally = Tally(known_metrics(model))
             loss = tally.add(returned, 1, microbatch)
@@ -249,17 +250,26 @@ def _check_batch_norms(step: Step, batch: Any) -> None:
         )
 
 
-def _run(step: Step, model: nn.Module, loss_fn: LossFn, microbatch: Microbatch) -> None:
-    """Run forward and backward of a microbatch that counts."""
-    with forward_of(model, keeps=len(microbatch.counts) > 1) as outputs, step.running():
+def _forward(
+    step: Step, model: nn.Module, loss_fn: LossFn, microbatch: Microbatch
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the loss of a microbatch, and what the model returned where that is still needed."""
+    keeps = not microbatch.count or len(microbatch.counts) > 1
+    with forward_of(model, keeps=keeps) as outputs, step.running():
         returned = loss_fn(model, microbatch.data)
     returned = with_one_loss(returned, microbatch, step.share, outputs)
     loss = step.tally.add(returned, microbatch.count, microbatch.data)
     step.check(loss)
-    part = microbatch.count / step.share.expected()
+    step.share.expected()  # raises on all ranks, before any of them sends
     if microbatch is step.share.microbatches[-1]:
         step.send()
-    step.run(loss, part)
+    return loss, outputs
+
+
+def _run(step: Step, model: nn.Module, loss_fn: LossFn, microbatch: Microbatch) -> None:
+    """Run forward and backward of a microbatch that counts."""
+    loss = _forward(step, model, loss_fn, microbatch)[0]  # the outputs need not live any longer
+    step.run(loss, microbatch.count / step.share.expected())
 
 
 def _run_placeholder(
@@ -272,14 +282,7 @@ def _run_placeholder(
     others = (part for part in module.modules() if part not in shared)
     # The backward too: parts that are checkpointed run again in it.
     with KeptBuffers(others), kept_generators():
-        with forward_of(model, keeps=True) as outputs, step.running():
-            returned = loss_fn(model, placeholder.data)
-        returned = with_one_loss(returned, placeholder, step.share, [])
-        loss = step.tally.add(returned, 0, placeholder.data)
-        step.check(loss)
-        step.share.expected()  # raises where the others do
-        if placeholder is step.share.microbatches[-1]:
-            step.send()
+        loss, outputs = _forward(step, model, loss_fn, placeholder)
         if step.scaler is not None:
             step.scaler.scale(loss.detach())  # a scaler must have scaled once
         add_zeros(outputs, loss, everywhere=not shared)

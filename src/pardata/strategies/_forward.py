@@ -105,11 +105,8 @@ def with_one_loss(
         returned: by `loss_fn`.
         microbatch: for which.
         share: with the counts of the step.
-        outputs: the tensors that the model has returned. The list is emptied, so that they do not
-            live through the backward.
+        outputs: the tensors that the model has returned.
     """
-    kept = outputs.copy()
-    outputs.clear()
     totals = {name: total for name, total in share.totals().items() if name}
     if not totals:
         return returned
@@ -127,7 +124,7 @@ def with_one_loss(
         # 0 times NaN is NaN: a term that counts nothing is left out. In its place stand zeros of
         # what the model returns: DDP waits for the gradients of all that is trained.
         counted = [losses[name] * (own[name] / totals[name] / part) for name in totals if own[name]]
-        seen = kept if len(counted) < len(totals) else []
+        seen = outputs if len(counted) < len(totals) else []
         zeros = [(out.nan_to_num(0, 0, 0) * 0).sum() for out in seen if out.requires_grad]
         loss: Any = sum([*counted, *zeros])
     else:  # its backward adds zeros alone

@@ -130,8 +130,7 @@ class FsdpStrategy(Strategy):
         return {"the blocks": dict(found)}
 
     def wrap(self, model: nn.Module, settings: Settings) -> nn.Module:
-        from torch.distributed.fsdp import fully_shard  # noqa: PLC0415  # half a second
-
+        fully_shard: Any = self.options_of()
         target = checked_device(self.device(settings))
         # Inside torch.compile, as PyTorch advises: names and hooks are then those of the module.
         module = unwrap(model)

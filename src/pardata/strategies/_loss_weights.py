@@ -124,6 +124,8 @@ class StepCounts:
             if replicas.adds_in_order and replicas.size > 1 and fractions:
                 totals = self._in_order(numbers, step_size)
             positive(totals[0])
+            if self._count is samples_of:
+                vars(replicas.layer)[_USUAL] = totals[0]
             return dict(zip(self._names, totals, strict=True))
 
         return sums
@@ -286,13 +288,8 @@ class Share(NamedTuple):
             return cls([Microbatch(batch, own, 0)], 1, known)
         counted = StepCounts(count or samples_of, [batch], [None])
         totals = counted.start(replicas, range(1), 1)
-
-        def remembered() -> Counts:
-            vars(replicas.layer)[_USUAL] = totals()[""]
-            return totals()
-
         one = Microbatch(batch, counted.rows[0][""], 0, counted.rows[0])
-        return cls([one], 1, remembered if count is None else totals)
+        return cls([one], 1, totals)
 
 
 def _known(total: float) -> Callable[[], Counts]:

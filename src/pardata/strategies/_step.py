@@ -15,7 +15,7 @@ from pardata.collectives._forbidden import forbidding_collectives
 from pardata.data._microbatches import Microbatches
 from pardata.environment._backend import sequence_number
 from pardata.environment._world import is_alone, world
-from pardata.model._before import GradientsAside
+from pardata.model._before import GradientsAside, KeptBuffers
 from pardata.model._compiled import uncompiled
 from pardata.model._modules import parameters_of
 from pardata.model._sharding import unsharded
@@ -54,6 +54,16 @@ def model_under_way() -> nn.Module | None:
 
 
 _uncompiled_model_under_way = uncompiled(model_under_way)
+
+
+@uncompiled
+def forward_in_another_step(module: nn.Module, *inputs: Any, **kwargs: Any) -> Any:
+    """Run a module in the step of another model, and leave its buffers as they are.
+
+    Ranks may do so unequally often, so nothing is sent.
+    """
+    with KeptBuffers(module.modules()):
+        return module(*inputs, **kwargs)
 
 
 def forbidden_in(batch: Any, *, is_even: bool) -> AbstractContextManager[None]:
@@ -133,21 +143,16 @@ class Step(Replicas):
             raise _unequally_often(len(self.batch.counts), self.size)
         # Under FSDP a forward communicates by itself, and all ranks run equally many.
         looks = self.size > 1 and SEEN not in known and not self.equally_many
-        before = self._started() if looks else ((), 0)
+        others, before = self._others(), sequence_number(self.group) if looks else 0
         with forbidden_in(self.batch, is_even=is_even):
             yield
-        after = self._started() if looks else ((), 0)
-        if before[0] == after[0] and before != after:
+        if looks and others == self._others() and sequence_number(self.group) != before:
             known[_COMMUNICATES] = True
             if not is_even:
                 raise _unequally_often(len(self.batch.counts), self.size)
 
-    def _started(self) -> tuple[object, int]:
-        """Return how many collectives have started, and what else might have started one."""
-        return self._others(), sequence_number(self.group)
-
     def _others(self) -> object:
-        return None
+        """Return what changes where the wrapper has started a collective by itself."""
 
     def around(self, microbatch: Microbatch) -> AbstractContextManager[None]:  # noqa: ARG002  # the exact step uses it
         """Return the context of the forward and backward of one microbatch."""

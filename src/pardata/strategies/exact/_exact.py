@@ -14,13 +14,11 @@ from pardata._validation import check_int
 from pardata.environment._device import checked_device
 from pardata.environment._logger import get_logger
 from pardata.model._batch_norm import synchronised
-from pardata.model._before import KeptBuffers
-from pardata.model._compiled import uncompiled
 from pardata.model._modules import versions_of
 from pardata.model._read_through import ReadThrough
 from pardata.model._unwrap import Wrapper, layers, unwrap
 from pardata.store._consensus import Facts
-from pardata.strategies._step import model_under_way
+from pardata.strategies._step import forward_in_another_step, model_under_way
 from pardata.strategies._strategy import Settings, Strategy, broadcast_weights
 from pardata.strategies.exact._exact_step import ExactStep
 from pardata.strategies.exact._exact_sums import Sums
@@ -54,13 +52,7 @@ class ExactModel(ReadThrough, Wrapper):
         """Run the module."""
         if model_under_way() in (None, self):
             return self.module(*inputs, **kwargs)
-        return self._forward_in_another_step(*inputs, **kwargs)
-
-    @uncompiled
-    def _forward_in_another_step(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Leave the buffers as they are: how they change depends on who runs which microbatch."""
-        with KeptBuffers(self.module.modules()):
-            return self.module(*inputs, **kwargs)
+        return forward_in_another_step(self.module, *inputs, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state of the module inside, and in its metadata what decides the last bit."""

@@ -281,10 +281,6 @@ class DdpStrategy(Strategy):
 
     def wrap(self, model: nn.Module, settings: Settings) -> nn.Module:
         options = dict(settings.options)
-        old, new = "broadcast_buffers", "forward_sync_buffers"
-        # From torch 2.13 on, where there is a new name, the old one is a property, and warns.
-        if old in options and hasattr(DistributedDataParallel, old):
-            options.setdefault(new, options.pop(old))
         devices = {parameter.device for parameter in model.parameters()}
         if len(devices) == 1 and (only := devices.pop()).type != "cpu":
             options.setdefault("device_ids", [only])

@@ -35,7 +35,7 @@ from pardata.strategies._strategy import Settings, Strategy, broadcast_weights
 
 _log = get_logger(__name__)
 
-_EQUAL = "_pardata_equal_buffers"  # in the attributes of a module that has the hook below
+_EQUAL = "_pardata_equal_buffers"  # in the attributes of a module whose buffers are kept equal
 _LARGE = 10**8  # parameters: from there on a model is not to be sharded at its root alone
 
 
@@ -74,8 +74,9 @@ class FsdpStep(SharedStep):
                 with under_way(self.layer):
                     yield
                     self._settle()
-                    if self.size > 1:
-                        _average_buffers(self.layer, self.tally.count, self.tally.total)
+                    if _EQUAL in vars(self.layer) and self.layer.training:
+                        buffers = real_buffers(self.layer).values()
+                        average(buffers, self.tally.count, self.tally.total)
             except BaseException:
                 forget_step(self.layer)  # also what was in .grad before: that is put back next
                 raise
@@ -223,18 +224,6 @@ def _equal_buffers(module: nn.Module, _args: object, _output: object) -> None:
     if communicates and module.training:
         uneven_shares.warn()
         broadcast(module.buffers())
-
-
-def _average_buffers(module: nn.Module, count: float, total: float | Tensor) -> None:
-    """Take the mean of the buffers of a module that has the hook above, after a step. Collective.
-
-    Args:
-        module: which the step has trained.
-        count: how much this rank's buffers count.
-        total: how much those of all ranks.
-    """
-    if _EQUAL in vars(module) and module.training:
-        average(real_buffers(module).values(), count, total)
 
 
 _MARK = "_pardata_replaced"  # an attribute of such a parameter

@@ -12,7 +12,6 @@ from torch import nn
 
 from pardata._validation import check_int
 from pardata.environment._device import checked_device
-from pardata.environment._logger import get_logger
 from pardata.model._batch_norm import synchronised
 from pardata.model._modules import versions_of
 from pardata.model._read_through import ReadThrough
@@ -23,8 +22,6 @@ from pardata.strategies._strategy import Settings, Strategy, broadcast_weights
 from pardata.strategies.exact._exact_step import ExactStep
 from pardata.strategies.exact._exact_sums import Sums
 from pardata.strategies.exact._numerics import kernels, refused_kernels
-
-_log = get_logger(__name__)
 
 _RECORD = "exact"  # in the metadata of a state dict
 
@@ -65,12 +62,8 @@ class ExactModel(ReadThrough, Wrapper):
             metadata[path] = {**metadata.get(path, {}), _RECORD: kernels(device)}
         return state
 
-    def check_state(self, state: Mapping[str, Any]) -> None:
+    def check_versions(self, facts: Mapping[str, Any]) -> None:
         """Refuse weights of an exact run whose kernels were others: this would be another run."""
-        for facts in versions_of(state).values():
-            self._check_versions(facts)
-
-    def _check_versions(self, facts: Mapping[str, Any]) -> None:
         then = facts.get(_RECORD)
         if then is None:
             return
@@ -109,8 +102,6 @@ class ExactStrategy(Strategy):
     def wrap(self, model: nn.Module, settings: Settings) -> nn.Module:
         if settings.here.size > 1:
             broadcast_weights(model)
-        text = "strategy 'exact' computes with %d thread(s) on each rank, whatever their number"
-        _log.info(text, torch.get_num_threads(), once=True)
         return ExactModel(model, **settings.options)
 
     def state_dict(self, model: nn.Module) -> Mapping[str, Any]:

@@ -19,10 +19,10 @@ from pardata.model._modules import parameters_of
 from pardata.model._unwrap import is_parallel
 from pardata.rng._rng_state import forked_torch_seed, kept_generators
 from pardata.store._current_op import current_op
-from pardata.strategies._forward import add_zeros, forward_of, with_one_loss
+from pardata.strategies._forward import add_zeros, checked, forward_of, wide, with_one_loss
 from pardata.strategies._loss_weights import Count, Microbatch, Replicas, Share, positive
 from pardata.strategies._step import Step, count_run, forbidden_in, known_metrics, microbatch_seed
-from pardata.strategies._step_metrics import Tally, checked, wide
+from pardata.strategies._step_metrics import Tally
 from pardata.strategies._wrap_model import strategy_and_layer
 
 _log = get_logger(__name__)
@@ -210,7 +210,7 @@ def _alone(
                 with forward_of(model, keeps=True) as outputs:
                     returned = loss_fn(model, microbatch)
                 returned = with_one_loss(returned, share.microbatches[0], share, outputs)
-                del outputs  # which need not live through the backward
+                del outputs  # they need not live through the backward
         if not isinstance(returned, Tensor):
             tally = Tally(known_metrics(model))
             loss = tally.add(returned, 1, microbatch)

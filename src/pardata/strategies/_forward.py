@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
+from pardata._validation import type_with_article
 from pardata.data._batch_parts import tensors_of
 from pardata.strategies._loss_weights import Microbatch, Share
-from pardata.strategies._step_metrics import checked
 
 
 @contextmanager
@@ -130,3 +130,25 @@ def with_one_loss(
     else:  # its backward adds zeros alone
         loss = sum(losses.values())
     return (loss, returned[1]) if has_metrics else loss
+
+
+def wide(loss: Tensor) -> Tensor:
+    """Return a loss in float32 at least."""
+    return loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
+
+
+def checked(loss: Any) -> Tensor:
+    """Return the loss that `loss_fn` has returned, without dimensions."""
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss.reshape(()) if loss.ndim else loss
+    must, cure = "`loss_fn` must return a tensor of one element", "take the mean over the samples"
+    if isinstance(loss, Tensor):
+        raise ValueError(f"{must}, but returned one of shape {tuple(loss.shape)}: {cure}")
+    has_loss = hasattr(loss, "loss") or (isinstance(loss, Mapping) and "loss" in loss)
+    cure = "return its `.loss`" if has_loss else f"{cure}, and return it"
+    if isinstance(loss, Mapping) and not has_loss:
+        cure = "let `count` return a number for each of its terms, or return their sum"
+    raise TypeError(
+        f"{must}, but returned {type_with_article(loss)}: {cure}, or it and metrics: "
+        f"(loss, metrics)"
+    )

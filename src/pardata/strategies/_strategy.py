@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pardata.environment._world import World
 from pardata.model._buffers import broadcast
 from pardata.model._state_dict import load_whole
-from pardata.model._unwrap import unwrap
+from pardata.model._unwrap import Wrapper, layers, unwrap
 from pardata.store._consensus import Facts
 from pardata.strategies._step import Step
 
@@ -72,7 +72,10 @@ class Strategy(ABC):
 
     def state_dict(self, model: nn.Module) -> Mapping[str, Any]:
         """Return what a checkpoint keeps of `model`, under the names of the module inside."""
-        return unwrap(model).state_dict()
+        # A wrapper of ours that says in the metadata how the model was trained.
+        own: list[nn.Module] = [layer for layer in layers(model) if isinstance(layer, Wrapper)]
+        state: Mapping[str, Any] = (own or [unwrap(model)])[0].state_dict()
+        return state
 
     load = staticmethod(load_whole)  # what `load_weights` does
 

@@ -15,7 +15,7 @@ from pardata.environment._device import checked_device
 from pardata.model._batch_norm import synchronised
 from pardata.model._modules import versions_of
 from pardata.model._read_through import ReadThrough
-from pardata.model._unwrap import Wrapper, layers, unwrap
+from pardata.model._unwrap import Wrapper, unwrap
 from pardata.store._consensus import Facts
 from pardata.strategies._step import forward_in_another_step, model_under_way
 from pardata.strategies._strategy import Settings, Strategy, broadcast_weights
@@ -103,9 +103,3 @@ class ExactStrategy(Strategy):
         if settings.here.size > 1:
             broadcast_weights(model)
         return ExactModel(model, **settings.options)
-
-    def state_dict(self, model: nn.Module) -> Mapping[str, Any]:
-        # With the wrapper's record in it of the kernels by which it was trained.
-        layer = next(layer for layer in layers(model) if isinstance(layer, ExactModel))
-        state: Mapping[str, Any] = layer.state_dict()
-        return state

@@ -9,7 +9,6 @@ from typing import Any, Never
 
 import torch
 from torch import Tensor, nn
-from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 from pardata.data._batch_parts import tensors_of
@@ -188,15 +187,15 @@ class DdpStep(SharedStep):
     least = 1
     _parcel: Parcel | None = None
 
-    def __init__(self, model: nn.Module, layer: Any, scaler: GradScaler | None, batch: Any) -> None:
-        if not layer.require_backward_grad_sync:
+    def _prepare(self) -> None:
+        if not self.layer.require_backward_grad_sync:
             raise ValueError(
                 "`backward` must synchronise, but is called under no_sync(): leave out no_sync(), "
                 "because backward synchronises once a call; pass microbatch_size to make_loader to "
                 "accumulate"
             )
-        super().__init__(model, layer, scaler, batch)
-        self._reads_through = isinstance(layer, ReadThroughDDP)  # not PyTorch's own class
+        super()._prepare()
+        self._reads_through = isinstance(self.layer, ReadThroughDDP)  # not PyTorch's own class
 
     @contextmanager
     def whole(self) -> Iterator[None]:

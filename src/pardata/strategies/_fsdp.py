@@ -11,7 +11,6 @@ from weakref import WeakSet, ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -44,13 +43,14 @@ class FsdpStep(SharedStep):
 
     equally_many = True
 
-    def __init__(self, model: nn.Module, layer: Any, scaler: GradScaler | None, batch: Any) -> None:
+    def _prepare(self) -> None:
+        layer = self.layer
         if not hasattr(layer, "set_requires_gradient_sync"):
             raise TypeError(
                 f"`model` must be sharded by fully_shard, but is in FSDP's older wrapper, "
                 f"{type(layer).__name__}: pass what wrap_model(model, 'fsdp') returned"
             )
-        super().__init__(model, layer, scaler, batch)
+        super()._prepare()
         # After an evaluation without no_grad(), or in another model's step that failed.
         reset_iter_state(layer)
         for name, parameter in layer.named_parameters():

@@ -114,9 +114,13 @@ class Step(Replicas):
 
     def __init__(self, model: nn.Module, layer: Any, scaler: GradScaler | None, batch: Any) -> None:
         super().__init__(layer)
-        self.module = layers(model)[-1]
+        self.model, self.module = model, layers(model)[-1]
         self.scaler, self.batch = scaler, batch
         self.tally = Tally(known_metrics(layer))
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Find out who runs this step, and refuse what cannot be run."""
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -195,13 +199,12 @@ class SharedStep(Step):
     off by one factor, the same everywhere.
     """
 
-    def __init__(self, model: nn.Module, layer: Any, scaler: GradScaler | None, batch: Any) -> None:
-        super().__init__(model, layer, scaler, batch)
+    def _prepare(self) -> None:
         self.group = getattr(self.layer, "process_group", None)
         self.size = dist.get_world_size(self.group)
-        if isinstance(batch, Microbatches):  # else nothing says whose step it is
-            where = f"step {batch.step} of epoch {batch.epoch}"
-            self.tally.step = f"{where}, of a loader with seed {batch.seed}"
+        if isinstance(self.batch, Microbatches):  # else nothing says whose step it is
+            where = f"step {self.batch.step} of epoch {self.batch.epoch}"
+            self.tally.step = f"{where}, of a loader with seed {self.batch.seed}"
 
     def _sums(self) -> Tensor:
         """Return the sums of what all ranks tell.

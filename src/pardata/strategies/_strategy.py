@@ -33,7 +33,6 @@ class Strategy(ABC):
         wrapper: the class by which one of a model's `layers` is known to be of this strategy.
         is_collective: whether all ranks wrap together, and compare what they wrap.
         needs_group: whether that needs a process group of one rank, too.
-        takes_all: whether the model may be one that has nothing to train.
         takes_sharded_parts: whether parts of the model may be wrapped before it, block by block.
         takes_devices: whether the model may be spread over several.
         places_model: whether `wrap` moves the model to its device, part by part.
@@ -46,7 +45,7 @@ class Strategy(ABC):
     step: type[Step] = Step
     wrapper: type | tuple[()] = ()
     is_collective = needs_group = True
-    takes_all = takes_sharded_parts = takes_devices = places_model = False
+    takes_sharded_parts = takes_devices = places_model = False
     own_options: Collection[str] = ()
     cure = "Build the same model, in the same order, on every rank."
 

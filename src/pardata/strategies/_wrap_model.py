@@ -159,7 +159,7 @@ def _check(model: nn.Module, chosen: Strategy, settings: Settings) -> None:
             f"{', '.join(sorted(known))}"
         )
     check_bool("sync_batchnorm", settings.sync_batchnorm)
-    if not (chosen.takes_all or any(p.requires_grad for p in model.parameters())):
+    if chosen.is_collective and not any(p.requires_grad for p in model.parameters()):
         raise ValueError(
             f"`model` must have a parameter to train under strategy {chosen.name!r}, but "
             f"{type(model).__name__} has none that requires a gradient: use strategy='none'"

@@ -27,13 +27,7 @@ from pardata.strategies._ddp_reducer import (
     reset_reducer,
 )
 from pardata.strategies._loss_weights import Microbatch
-from pardata.strategies._step import (
-    SEEN,
-    SharedStep,
-    forward_in_another_step,
-    model_under_way,
-    under_way,
-)
+from pardata.strategies._step import SEEN, SharedStep, forward_aside, model_under_way, under_way
 from pardata.strategies._strategy import Settings, Strategy
 
 # ruff: noqa: SLF001  # DDP's methods that a subclass may only have under private names, and our own
@@ -58,7 +52,7 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
         """
         trained = model_under_way()
         if trained not in (None, self):
-            return forward_in_another_step(self.module, *inputs, **kwargs)
+            return forward_aside(self.module, *inputs, **kwargs)
         is_bare = trained is None  # and not called by `backward`
         if is_bare and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._reduced.check(self)

@@ -57,7 +57,7 @@ _uncompiled_model_under_way = uncompiled(model_under_way)
 
 
 @uncompiled
-def forward_in_another_step(module: nn.Module, *inputs: Any, **kwargs: Any) -> Any:
+def forward_aside(module: nn.Module, *inputs: Any, **kwargs: Any) -> Any:
     """Run a module in the step of another model, and leave its buffers as they are.
 
     Ranks may do so unequally often, so nothing is sent.

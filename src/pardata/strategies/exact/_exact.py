@@ -17,7 +17,7 @@ from pardata.model._modules import versions_of
 from pardata.model._read_through import ReadThrough
 from pardata.model._unwrap import Wrapper, unwrap
 from pardata.store._consensus import Facts
-from pardata.strategies._step import forward_in_another_step, model_under_way
+from pardata.strategies._step import forward_aside, model_under_way
 from pardata.strategies._strategy import Settings, Strategy, broadcast_weights
 from pardata.strategies.exact._exact_step import ExactStep
 from pardata.strategies.exact._exact_sums import Sums
@@ -49,7 +49,7 @@ class ExactModel(ReadThrough, Wrapper):
         """Run the module."""
         if model_under_way() in (None, self):
             return self.module(*inputs, **kwargs)
-        return forward_in_another_step(self.module, *inputs, **kwargs)
+        return forward_aside(self.module, *inputs, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state of the module inside, and in its metadata what decides the last bit."""

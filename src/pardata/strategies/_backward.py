@@ -12,7 +12,7 @@ from pardata.collectives._comm_errors import explain_comm_errors
 from pardata.data._microbatches import Microbatches
 from pardata.data._sample_count import is_empty
 from pardata.environment._logger import get_logger
-from pardata.environment._world import World, is_alone, require_world
+from pardata.environment._world import is_alone, require_world
 from pardata.model._batch_norm import synchronised
 from pardata.model._before import GradientsAside, KeptBuffers
 from pardata.model._modules import parameters_of
@@ -224,13 +224,21 @@ def _alone(
 
 
 def _step_of(model: nn.Module, batch: Any, scaler: GradScaler | None) -> Step:
-    """Return what a step of `model` does, having looked whether it can."""
+    """Return what a step of `model` does; say or refuse it where nobody synchronises the model."""
     here = require_world("backward")
     strategy, layer = strategy_and_layer(model)
     step = strategy.step(model, layer, scaler, batch)
     _check_batch_norms(step, batch)
-    if here.size > 1 and step.size == 1:
-        _check_alone(model, step.module, here)
+    if here.size == 1 or step.size > 1:
+        return step
+    name = type(model).__name__
+    if is_parallel(step.module):
+        raise ValueError(
+            f"`model` must be what wrap_model returned, but this {name} only holds a wrapped "
+            f"module, and nobody would synchronise the rest: wrap once, at the outside"
+        )
+    what = f"no strategy keeps the replicas of {name} equal: each of the {here.size} ranks trains"
+    _log.warning("%s its own; pass what wrap_model returned", what, ranks=[0], once=True)
     return step
 
 
@@ -286,15 +294,3 @@ def _run_placeholder(
         if step.scaler is not None:
             step.scaler.scale(loss.detach())  # a scaler must have scaled once
         add_zeros(outputs, loss, everywhere=not shared)
-
-
-def _check_alone(model: nn.Module, module: nn.Module, here: World) -> None:
-    """Say that nobody synchronises the model, or refuse it where a part of it is synchronised."""
-    name = type(model).__name__
-    if is_parallel(module):
-        raise ValueError(
-            f"`model` must be what wrap_model returned, but this {name} only holds a wrapped "
-            f"module, and nobody would synchronise the rest: wrap once, at the outside"
-        )
-    what = f"no strategy keeps the replicas of {name} equal: each of the {here.size} ranks trains"
-    _log.warning("%s its own; pass what wrap_model returned", what, ranks=[0], once=True)

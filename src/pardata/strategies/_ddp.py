@@ -69,17 +69,13 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
             self.__dict__["_expects_backward"] = True
             if self._inside.training:
                 uneven_shares.warn()
-            self._equalise_after_backward(output)
-            if self._has_gradients_to_compare() and not torch.compiler.is_compiling():
+            compiles = torch.compiler.is_compiling()
+            # In the backward: a rank may run a forward alone, but not that.
+            if self._has_unequal_buffers():
+                after_backward(() if compiles else tensors_of(output), self._broadcast_buffers)
+            if self._has_gradients_to_compare() and not compiles:
                 self._compare_after_backward(output)
         return output
-
-    def _equalise_after_backward(self, output: Any) -> None:
-        """Equalise the buffers in the backward: a rank may run a forward alone, but not that."""
-        if self._has_unequal_buffers():
-            compiles = torch.compiler.is_compiling()
-            through = () if compiles else tensors_of(output)
-            after_backward(through, self._broadcast_buffers)
 
     def _has_gradients_to_compare(self) -> bool:
         """Whether this is the first synchronised backward, or others are trained than before.

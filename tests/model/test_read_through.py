@@ -374,28 +374,26 @@ def test_dp_has_nothing_to_guard():
 # Buffers
 
 
-FLAGS = ["broadcast_buffers"]
-if hasattr(DistributedDataParallel, "broadcast_buffers"):  # a property since there is a new name
-    FLAGS.append("forward_sync_buffers")
+# A property since there is a new name.
+HAS_NEW_NAME = hasattr(DistributedDataParallel, "broadcast_buffers")
+FLAG = "forward_sync_buffers" if HAS_NEW_NAME else "broadcast_buffers"
 
 
 def rank_0_apart():
     found = []
-    for option in FLAGS:
-        for flag in (True, False):
-            net = seeded(Net)
-            net.mask.fill_(rank())
-            model = wrap_model(net, "ddp", **{option: flag})
-            found.append(net.mask[0].item())
-            net.mask.fill_(rank())
-            model(batch()).sum().backward()
-            found.append(net.mask[0].item())
+    for flag in (True, False):
+        net = seeded(Net)
+        net.mask.fill_(rank())
+        model = wrap_model(net, "ddp", **{FLAG: flag})
+        found.append(net.mask[0].item())
+        net.mask.fill_(rank())
+        model(batch()).sum().backward()
+        found.append(net.mask[0].item())
     return found
 
 
 def test_buffers_start_equal_and_stay_apart_only_where_asked():
-    told = [[0, 0, 0, after] * len(FLAGS) for after in (0, 1)]
-    assert run(rank_0_apart, world_size=2) == told
+    assert run(rank_0_apart, world_size=2) == [[0, 0, 0, after] for after in (0, 1)]
 
 
 def modes():

@@ -15,7 +15,7 @@ from pardata.checkpoint._shards import is_sharded
 from pardata.environment._device import has_streams
 from pardata.environment._version import __version__
 from pardata.environment._world import World
-from pardata.strategies._known import strategy_of
+from pardata.strategies._wrap_model import strategy_of
 
 _Named: TypeAlias = Mapping[str, Any]
 

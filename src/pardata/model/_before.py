@@ -29,13 +29,9 @@ class GradientsAside(AbstractContextManager["GradientsAside"]):
                 parameter.grad = None
 
     def __exit__(self, kind: object, *_rest: object) -> None:
-        if kind is not None:
-            self.undo()
-        elif self._before:
+        if kind is None:
             _add(self._before)
-
-    def undo(self) -> None:
-        """Put the gradients back that were there, and no others."""
+            return
         for parameter in self._parameters:
             parameter.grad = None
         for parameter, gradient in self._before:
@@ -68,10 +64,6 @@ class KeptBuffers(AbstractContextManager["KeptBuffers"]):
         self._values = [(buffer.data, buffer.data.clone()) for buffer in tensors]
 
     def __exit__(self, *_: object) -> None:
-        self.put_back()
-
-    def put_back(self) -> None:
-        """Set the buffers to what they were."""
         for own, before in self._held:
             own.clear()
             own.update(before)

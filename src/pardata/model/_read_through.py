@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from pardata.environment._logger import get_logger
 from pardata.model._autograd import in_backward
 from pardata.model._state_dict import NO_ASSIGN, LoadedKeys, load_whole
-from pardata.model._unwrap import unwrap
+from pardata.model._unwrap import Wrapper, unwrap
 
 _log = get_logger(__name__)
 
@@ -98,7 +98,8 @@ class ReadThrough(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kw: Any) -> None:
         # Reached where the wrapper is a child of the module that loads. PyTorch continues to look
         # for the weights under the names of the modules, so they get those for the moment.
-        self._check_versions(args[0])
+        if isinstance(self, Wrapper):
+            self.check_versions(args[0])
         if args[0].get("assign_to_params_buffers"):
             raise ValueError(NO_ASSIGN)
         path = next(path for path, module in self.named_modules() if module is self._inside)
@@ -108,9 +109,6 @@ class ReadThrough(nn.Module):
         if not any(name in state_dict for name in wanted.values() if name not in names):
             state_dict.update({long: state_dict.pop(name) for name, long in wanted.items()})
         super()._load_from_state_dict(state_dict, prefix, *args, **kw)
-
-    def _check_versions(self, facts: Mapping[str, Any]) -> None:
-        """Refuse weights by what their state says of the version of this wrapper."""
 
     def _log_hidden_names(self) -> None:
         """Warn of names that mean something else at the wrapper than they do inside."""

@@ -37,7 +37,8 @@ def load_whole(model: nn.Module, given: object, *, strict: bool, assign: bool) -
     state = _read_state(given)
     for layer in wrapped:
         if isinstance(layer, Wrapper):
-            layer.check_state(state)
+            for facts in versions_of(state).values():
+                layer.check_versions(facts)
     return LoadedKeys(*plain.load_state_dict(_renamed(state, plain), strict=strict, assign=assign))
 
 

@@ -17,8 +17,8 @@ class Wrapper(nn.Module):
         super().__init__()
         self.module = module
 
-    def check_state(self, state: Mapping[str, Any]) -> None:
-        """Refuse weights that this wrapper's module must not load."""
+    def check_versions(self, facts: Mapping[str, Any]) -> None:
+        """Refuse weights by what their state says of the version of one module."""
 
 
 class ShardedModule(ABC):  # noqa: B024  # its subclasses are found, not made

@@ -1,7 +1,7 @@
 """How replicas are kept equal: one file each, called as the user calls it."""
 
 from pardata.strategies._backward import backward
-from pardata.strategies._mean import Mean
+from pardata.strategies._step_metrics import Mean
 from pardata.strategies._weights import check_in_sync, fingerprint, load_weights
 from pardata.strategies._wrap_model import wrap_model
 

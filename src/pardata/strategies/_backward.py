@@ -12,18 +12,18 @@ from pardata.collectives._comm_errors import explain_comm_errors
 from pardata.data._microbatches import Microbatches
 from pardata.data._sample_count import is_empty
 from pardata.environment._logger import get_logger
-from pardata.environment._world import World, is_alone, require_world
+from pardata.environment._world import is_alone, require_world
 from pardata.model._batch_norm import synchronised
 from pardata.model._before import GradientsAside, KeptBuffers
 from pardata.model._modules import parameters_of
 from pardata.model._unwrap import is_parallel
 from pardata.rng._rng_state import forked_torch_seed, kept_generators
 from pardata.store._current_op import current_op
-from pardata.strategies._forward import add_zeros, forward_of, with_one_loss
-from pardata.strategies._known import strategy_and_layer
+from pardata.strategies._forward import add_zeros, checked, forward_of, wide, with_one_loss
 from pardata.strategies._loss_weights import Count, Microbatch, Replicas, Share, positive
 from pardata.strategies._step import Step, count_run, forbidden_in, known_metrics, microbatch_seed
-from pardata.strategies._step_metrics import Tally, checked, wide
+from pardata.strategies._step_metrics import Tally
+from pardata.strategies._wrap_model import strategy_and_layer
 
 _log = get_logger(__name__)
 
@@ -210,6 +210,7 @@ def _alone(
                 with forward_of(model, keeps=True) as outputs:
                     returned = loss_fn(model, microbatch)
                 returned = with_one_loss(returned, share.microbatches[0], share, outputs)
+                del outputs  # they need not live through the backward
         if not isinstance(returned, Tensor):
             tally = Tally(known_metrics(model))
             loss = tally.add(returned, 1, microbatch)
@@ -223,13 +224,21 @@ def _alone(
 
 
 def _step_of(model: nn.Module, batch: Any, scaler: GradScaler | None) -> Step:
-    """Return what a step of `model` does, having looked whether it can."""
+    """Return what a step of `model` does; say or refuse it where nobody synchronises the model."""
     here = require_world("backward")
     strategy, layer = strategy_and_layer(model)
     step = strategy.step(model, layer, scaler, batch)
     _check_batch_norms(step, batch)
-    if here.size > 1 and step.size == 1:
-        _check_alone(model, step.module, here)
+    if here.size == 1 or step.size > 1:
+        return step
+    name = type(model).__name__
+    if is_parallel(step.module):
+        raise ValueError(
+            f"`model` must be what wrap_model returned, but this {name} only holds a wrapped "
+            f"module, and nobody would synchronise the rest: wrap once, at the outside"
+        )
+    what = f"no strategy keeps the replicas of {name} equal: each of the {here.size} ranks trains"
+    _log.warning("%s its own; pass what wrap_model returned", what, ranks=[0], once=True)
     return step
 
 
@@ -249,17 +258,26 @@ def _check_batch_norms(step: Step, batch: Any) -> None:
         )
 
 
-def _run(step: Step, model: nn.Module, loss_fn: LossFn, microbatch: Microbatch) -> None:
-    """Run forward and backward of a microbatch that counts."""
-    with forward_of(model, keeps=len(microbatch.counts) > 1) as outputs, step.running():
+def _forward(
+    step: Step, model: nn.Module, loss_fn: LossFn, microbatch: Microbatch
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the loss of a microbatch, and what the model returned where that is still needed."""
+    keeps = not microbatch.count or len(microbatch.counts) > 1
+    with forward_of(model, keeps=keeps) as outputs, step.running():
         returned = loss_fn(model, microbatch.data)
     returned = with_one_loss(returned, microbatch, step.share, outputs)
     loss = step.tally.add(returned, microbatch.count, microbatch.data)
     step.check(loss)
-    part = microbatch.count / step.share.expected()
+    step.share.expected()  # raises on all ranks, before any of them sends
     if microbatch is step.share.microbatches[-1]:
         step.send()
-    step.run(loss, part)
+    return loss, outputs
+
+
+def _run(step: Step, model: nn.Module, loss_fn: LossFn, microbatch: Microbatch) -> None:
+    """Run forward and backward of a microbatch that counts."""
+    loss = _forward(step, model, loss_fn, microbatch)[0]  # the outputs need not live any longer
+    step.run(loss, microbatch.count / step.share.expected())
 
 
 def _run_placeholder(
@@ -272,26 +290,7 @@ def _run_placeholder(
     others = (part for part in module.modules() if part not in shared)
     # The backward too: parts that are checkpointed run again in it.
     with KeptBuffers(others), kept_generators():
-        with forward_of(model, keeps=True) as outputs, step.running():
-            returned = loss_fn(model, placeholder.data)
-        returned = with_one_loss(returned, placeholder, step.share, [])
-        loss = step.tally.add(returned, 0, placeholder.data)
-        step.check(loss)
-        step.share.expected()  # raises where the others do
-        if placeholder is step.share.microbatches[-1]:
-            step.send()
+        loss, outputs = _forward(step, model, loss_fn, placeholder)
         if step.scaler is not None:
             step.scaler.scale(loss.detach())  # a scaler must have scaled once
         add_zeros(outputs, loss, everywhere=not shared)
-
-
-def _check_alone(model: nn.Module, module: nn.Module, here: World) -> None:
-    """Say that nobody synchronises the model, or refuse it where a part of it is synchronised."""
-    name = type(model).__name__
-    if is_parallel(module):
-        raise ValueError(
-            f"`model` must be what wrap_model returned, but this {name} only holds a wrapped "
-            f"module, and nobody would synchronise the rest: wrap once, at the outside"
-        )
-    what = f"no strategy keeps the replicas of {name} equal: each of the {here.size} ranks trains"
-    _log.warning("%s its own; pass what wrap_model returned", what, ranks=[0], once=True)

@@ -1,6 +1,5 @@
 """The blocks of a model: its modules that repeat, such as the layers of a transformer."""
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -45,9 +44,9 @@ def _listed(module: nn.Module) -> list[nn.Module]:
         if found := [part for one in lists for part in _parts(one)]:
             return found
     raise ValueError(
-        f"`blocks` must name the classes of {type(module).__name__}'s blocks, because it has no "
+        f"`blocks` must be classes of modules for {type(module).__name__}, because it has no "
         f"nn.ModuleList and no nn.Sequential with more than a tenth of its parameters, but is "
-        f"'auto': there are {_classes(module)}; or leave `blocks` out"
+        f"'auto': pass the classes of its blocks, or leave `blocks` out"
     )
 
 
@@ -71,11 +70,10 @@ def _parts(one: nn.Module) -> Iterator[nn.Module]:
 def _named(module: nn.Module, blocks: Any) -> Iterator[nn.Module]:
     """Yield the modules of the classes that are given."""
     kinds: Sequence[type[nn.Module]] = [blocks] if isinstance(blocks, type) else blocks
-    if not (isinstance(kinds, Sequence) and kinds and all(map(_is_kind, kinds))):
+    if not (isinstance(kinds, Sequence) and kinds and all(isinstance(k, type) for k in kinds)):
         given = type_with_article(blocks) if isinstance(blocks, nn.Module) else repr(blocks)
         raise TypeError(
-            f"`blocks` must be 'auto' or classes of modules, but is {given}: pass one or several "
-            f"of {_classes(module)}"
+            f"`blocks` must be 'auto' or classes of modules, but is {given}: pass blocks=[Layer]"
         )
     inner = [one for one in module.modules() if one is not module and size_of(one)]
     for kind in kinds:
@@ -83,25 +81,13 @@ def _named(module: nn.Module, blocks: Any) -> Iterator[nn.Module]:
         if not found:
             raise ValueError(
                 f"`blocks` must be classes of modules in {type(module).__name__} that have a "
-                f"forward and parameters, but it has no {kind.__name__}: there are "
-                f"{_classes(module)}"
+                f"forward and parameters, but it has no {kind.__name__}: see print(model)"
             )
         yield from found
 
 
-def _is_kind(kind: object) -> bool:
-    return isinstance(kind, type) and issubclass(kind, nn.Module)
-
-
 def _has_forward(one: nn.Module) -> bool:
     return type(one).forward is not nn.Module.forward
-
-
-def _classes(module: nn.Module) -> str:
-    """Return the names of the classes that can be blocks, and how many modules each has."""
-    parts = [one for one in module.modules() if one is not module and size_of(one)]
-    names = Counter(type(one).__name__ for one in parts if _has_forward(one))
-    return ", ".join(f"{name} ({number})" for name, number in names.most_common()) or "none"
 
 
 def _check_shared(module: nn.Module, found: list[nn.Module]) -> None:

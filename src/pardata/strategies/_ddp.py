@@ -9,13 +9,12 @@ from typing import Any, Never
 
 import torch
 from torch import Tensor, nn
-from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 from pardata.data._batch_parts import tensors_of
 from pardata.data._uneven_shares import uneven_shares
 from pardata.model._autograd import after_backward, at_end_of_backward
-from pardata.model._before import GradientsAside, KeptBuffers
+from pardata.model._before import GradientsAside
 from pardata.model._buffers import broadcast
 from pardata.model._compiled import uncompiled
 from pardata.model._modules import name_of, parameters_of
@@ -28,7 +27,7 @@ from pardata.strategies._ddp_reducer import (
     reset_reducer,
 )
 from pardata.strategies._loss_weights import Microbatch
-from pardata.strategies._step import SEEN, SharedStep, model_under_way, under_way
+from pardata.strategies._step import SEEN, SharedStep, forward_aside, model_under_way, under_way
 from pardata.strategies._strategy import Settings, Strategy
 
 # ruff: noqa: SLF001  # DDP's methods that a subclass may only have under private names, and our own
@@ -53,7 +52,7 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
         """
         trained = model_under_way()
         if trained not in (None, self):
-            return self._forward_in_another_step(*inputs, **kwargs)
+            return forward_aside(self.module, *inputs, **kwargs)
         is_bare = trained is None  # and not called by `backward`
         if is_bare and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._reduced.check(self)
@@ -70,23 +69,13 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
             self.__dict__["_expects_backward"] = True
             if self._inside.training:
                 uneven_shares.warn()
-            self._equalise_after_backward(output)
-            if self._has_gradients_to_compare() and not torch.compiler.is_compiling():
+            compiles = torch.compiler.is_compiling()
+            # In the backward: a rank may run a forward alone, but not that.
+            if self._has_unequal_buffers():
+                after_backward(() if compiles else tensors_of(output), self._broadcast_buffers)
+            if self._has_gradients_to_compare() and not compiles:
                 self._compare_after_backward(output)
         return output
-
-    @uncompiled
-    def _forward_in_another_step(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run in the step of another model: ranks may do so unequally often, so nothing is sent."""
-        with KeptBuffers(self.module.modules()):
-            return self.module(*inputs, **kwargs)
-
-    def _equalise_after_backward(self, output: Any) -> None:
-        """Equalise the buffers in the backward: a rank may run a forward alone, but not that."""
-        if self._has_unequal_buffers():
-            compiles = torch.compiler.is_compiling()
-            through = () if compiles else tensors_of(output)
-            after_backward(through, self._broadcast_buffers)
 
     def _has_gradients_to_compare(self) -> bool:
         """Whether this is the first synchronised backward, or others are trained than before.
@@ -115,10 +104,6 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
     def _has_unequal_buffers(self) -> bool:
         # The mode is the module's: unwrap(model).train() does not reach the wrapper.
         return bool(self.broadcast_buffers and self.modules_buffers and self._inside.training)
-
-    def _equalise_buffers(self) -> None:
-        if self._has_unequal_buffers():
-            self._broadcast_buffers()
 
     def will_sync_module_buffers(self) -> bool:
         """Return False: PyTorch would equalise the buffers before a forward."""
@@ -186,52 +171,21 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
         return value
 
 
-@contextmanager
-def _one_step(model: DistributedDataParallel, forwards: int) -> Iterator[None]:
-    """Take what runs in the block, so many forwards at most on a rank, for one step. Collective.
-
-    At its end all gradients must have been reduced; then the buffers are equalised.
-    """
-    if isinstance(model, ReadThroughDDP):
-        model._reduced.check(model)
-    if model.__dict__.pop("_expects_backward", False) and forwards > 1:
-        # After a forward that no backward has followed, as of an evaluation without no_grad(),
-        # PyTorch would reduce in the next backward, no_sync() or not, and not on every rank.
-        reset_reducer(model)
-    try:
-        yield
-        # Now: the next collective would meet what other ranks still reduce.
-        model._check_reducer_finalized()
-        if isinstance(model, ReadThroughDDP):
-            model._compare_gradients()
-        if model.__dict__.get("_stays_arranged"):
-            reset_reducer(model)
-    except BaseException as error:
-        reset_reducer(model)
-        if isinstance(model, ReadThroughDDP):
-            model._name_unused(error)
-        raise
-    finally:
-        if (parcel := model.__dict__.get("_parcel")) is not None:
-            parcel.numbers = None  # a failed step left them
-    if isinstance(model, ReadThroughDDP):
-        model._equalise_buffers()
-
-
 class DdpStep(SharedStep):
     """Strategy "ddp": every rank runs at least one microbatch, the last of which synchronises."""
 
     least = 1
     _parcel: Parcel | None = None
 
-    def __init__(self, model: nn.Module, layer: Any, scaler: GradScaler | None, batch: Any) -> None:
-        if not layer.require_backward_grad_sync:
+    def _prepare(self) -> None:
+        if not self.layer.require_backward_grad_sync:
             raise ValueError(
                 "`backward` must synchronise, but is called under no_sync(): leave out no_sync(), "
                 "because backward synchronises once a call; pass microbatch_size to make_loader to "
                 "accumulate"
             )
-        super().__init__(model, layer, scaler, batch)
+        super()._prepare()
+        self._reads_through = isinstance(self.layer, ReadThroughDDP)  # not PyTorch's own class
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -244,9 +198,39 @@ class DdpStep(SharedStep):
         shares_memory = self.layer.gradient_as_bucket_view
         aside = GradientsAside(parameters_of(self.module), shares_memory=shares_memory)
         with aside, under_way(self.layer):
-            with _one_step(self.layer, self.share.most):
+            self._begin()
+            try:
                 yield
+                self._finish()
+            except BaseException as error:
+                reset_reducer(self.layer)
+                if self._reads_through:
+                    self.layer._name_unused(error)
+                raise
+            finally:
+                if self._parcel is not None:
+                    self._parcel.numbers = None  # a failed step left them
+            if self._reads_through and self.layer._has_unequal_buffers():
+                self.layer._broadcast_buffers()
             self._settle()
+
+    def _begin(self) -> None:
+        """Look whether all is reduced that is trained."""
+        if self._reads_through:
+            self.layer._reduced.check(self.layer)
+        if vars(self.layer).pop("_expects_backward", False) and self.share.most > 1:
+            # After a forward that no backward has followed, as of an evaluation without no_grad(),
+            # PyTorch would reduce in the next backward, no_sync() or not, and not on every rank.
+            reset_reducer(self.layer)
+
+    def _finish(self) -> None:
+        """Require that all gradients were reduced. Collective in the first step."""
+        # Now: the next collective would meet what other ranks still reduce.
+        self.layer._check_reducer_finalized()
+        if self._reads_through:
+            self.layer._compare_gradients()
+        if vars(self.layer).get("_stays_arranged"):
+            reset_reducer(self.layer)
 
     def check(self, loss: Tensor) -> None:
         is_first = self.size > 1 and SEEN not in vars(self.layer)
@@ -286,10 +270,6 @@ class DdpStrategy(Strategy):
 
     def wrap(self, model: nn.Module, settings: Settings) -> nn.Module:
         options = dict(settings.options)
-        old, new = "broadcast_buffers", "forward_sync_buffers"
-        # From torch 2.13 on, where there is a new name, the old one is a property, and warns.
-        if old in options and hasattr(DistributedDataParallel, old):
-            options.setdefault(new, options.pop(old))
         devices = {parameter.device for parameter in model.parameters()}
         if len(devices) == 1 and (only := devices.pop()).type != "cpu":
             options.setdefault("device_ids", [only])

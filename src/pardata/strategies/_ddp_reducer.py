@@ -83,11 +83,6 @@ def _kind(parameter: Tensor) -> tuple[torch.dtype, torch.device]:
     return parameter.dtype, parameter.device
 
 
-def reduces_late(model: Any) -> bool:
-    """Return whether DDP reduces each gradient alone, or all at the end of a backward."""
-    return bool(model._use_python_reducer or model._delay_all_reduce_all_params)
-
-
 def register_hook(model: Any, state: object, hook: Callable[..., Any]) -> None:
     """Register a communication hook that is not pickled with the model, as DDP's method would."""
     dist._register_comm_hook(model.reducer, state, hook)
@@ -234,7 +229,9 @@ def parcel_for(model: DistributedDataParallel) -> Parcel | None:
     small = sum(p.numel() for p in parameters) <= _SMALL
     few = model.process_group.size() <= _MOST_RANKS
     one_device = len({p.device for p in parameters}) == 1
-    if small and few and wide and one_device and not (sparse or reduces_late(model)):
+    # Each gradient alone, or all at the end of a backward.
+    late = model._use_python_reducer or model._delay_all_reduce_all_params
+    if small and few and wide and one_device and not (sparse or late):
         with suppress(RuntimeError):  # there can be one hook, and the user has his own
             parcel = Parcel(model.process_group)
             register_hook(model, parcel, _mean_with_parcel)

@@ -9,11 +9,8 @@ from torch.nn.parallel import DataParallel
 
 from pardata._pytree import leaves_with_path
 from pardata.environment._device import visible_devices
-from pardata.environment._logger import get_logger
 from pardata.model._read_through import ReadThrough
 from pardata.strategies._strategy import Settings, Strategy
-
-_log = get_logger(__name__)
 
 
 class ReadThroughDP(ReadThrough, DataParallel[nn.Module]):
@@ -75,8 +72,4 @@ class DpStrategy(Strategy):
         return super().device(settings)
 
     def wrap(self, model: nn.Module, settings: Settings) -> nn.Module:
-        wrapped = ReadThroughDP(model, **settings.options)
-        if len(wrapped.device_ids) < 2:
-            has = f"strategy 'dp' did not scatter: it has {len(wrapped.device_ids)} GPU(s)"
-            _log.info("%s, and splits a batch over two or more", has, once=True)
-        return wrapped
+        return ReadThroughDP(model, **settings.options)

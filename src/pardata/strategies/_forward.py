@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
+from pardata._validation import type_with_article
 from pardata.data._batch_parts import tensors_of
 from pardata.strategies._loss_weights import Microbatch, Share
-from pardata.strategies._step_metrics import checked
 
 
 @contextmanager
@@ -105,11 +105,8 @@ def with_one_loss(
         returned: by `loss_fn`.
         microbatch: for which.
         share: with the counts of the step.
-        outputs: the tensors that the model has returned. The list is emptied, so that they do not
-            live through the backward.
+        outputs: the tensors that the model has returned.
     """
-    kept = outputs.copy()
-    outputs.clear()
     totals = {name: total for name, total in share.totals().items() if name}
     if not totals:
         return returned
@@ -127,9 +124,31 @@ def with_one_loss(
         # 0 times NaN is NaN: a term that counts nothing is left out. In its place stand zeros of
         # what the model returns: DDP waits for the gradients of all that is trained.
         counted = [losses[name] * (own[name] / totals[name] / part) for name in totals if own[name]]
-        seen = kept if len(counted) < len(totals) else []
+        seen = outputs if len(counted) < len(totals) else []
         zeros = [(out.nan_to_num(0, 0, 0) * 0).sum() for out in seen if out.requires_grad]
         loss: Any = sum([*counted, *zeros])
     else:  # its backward adds zeros alone
         loss = sum(losses.values())
     return (loss, returned[1]) if has_metrics else loss
+
+
+def wide(loss: Tensor) -> Tensor:
+    """Return a loss in float32 at least."""
+    return loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
+
+
+def checked(loss: Any) -> Tensor:
+    """Return the loss that `loss_fn` has returned, without dimensions."""
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss.reshape(()) if loss.ndim else loss
+    must, cure = "`loss_fn` must return a tensor of one element", "take the mean over the samples"
+    if isinstance(loss, Tensor):
+        raise ValueError(f"{must}, but returned one of shape {tuple(loss.shape)}: {cure}")
+    has_loss = hasattr(loss, "loss") or (isinstance(loss, Mapping) and "loss" in loss)
+    cure = "return its `.loss`" if has_loss else f"{cure}, and return it"
+    if isinstance(loss, Mapping) and not has_loss:
+        cure = "let `count` return a number for each of its terms, or return their sum"
+    raise TypeError(
+        f"{must}, but returned {type_with_article(loss)}: {cure}, or it and metrics: "
+        f"(loss, metrics)"
+    )

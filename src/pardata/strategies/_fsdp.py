@@ -11,7 +11,6 @@ from weakref import WeakSet, ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -35,7 +34,7 @@ from pardata.strategies._strategy import Settings, Strategy, broadcast_weights
 
 _log = get_logger(__name__)
 
-_EQUAL = "_pardata_equal_buffers"  # in the attributes of a module that has the hook below
+_EQUAL = "_pardata_equal_buffers"  # in the attributes of a module whose buffers are kept equal
 _LARGE = 10**8  # parameters: from there on a model is not to be sharded at its root alone
 
 
@@ -44,13 +43,14 @@ class FsdpStep(SharedStep):
 
     equally_many = True
 
-    def __init__(self, model: nn.Module, layer: Any, scaler: GradScaler | None, batch: Any) -> None:
+    def _prepare(self) -> None:
+        layer = self.layer
         if not hasattr(layer, "set_requires_gradient_sync"):
             raise TypeError(
                 f"`model` must be sharded by fully_shard, but is in FSDP's older wrapper, "
                 f"{type(layer).__name__}: pass what wrap_model(model, 'fsdp') returned"
             )
-        super().__init__(model, layer, scaler, batch)
+        super()._prepare()
         # After an evaluation without no_grad(), or in another model's step that failed.
         reset_iter_state(layer)
         for name, parameter in layer.named_parameters():
@@ -74,8 +74,9 @@ class FsdpStep(SharedStep):
                 with under_way(self.layer):
                     yield
                     self._settle()
-                    if self.size > 1:
-                        _average_buffers(self.layer, self.tally.count, self.tally.total)
+                    if _EQUAL in vars(self.layer) and self.layer.training:
+                        buffers = real_buffers(self.layer).values()
+                        average(buffers, self.tally.count, self.tally.total)
             except BaseException:
                 forget_step(self.layer)  # also what was in .grad before: that is put back next
                 raise
@@ -130,8 +131,7 @@ class FsdpStrategy(Strategy):
         return {"the blocks": dict(found)}
 
     def wrap(self, model: nn.Module, settings: Settings) -> nn.Module:
-        from torch.distributed.fsdp import fully_shard  # noqa: PLC0415  # half a second
-
+        fully_shard: Any = self.options_of()
         target = checked_device(self.device(settings))
         # Inside torch.compile, as PyTorch advises: names and hooks are then those of the module.
         module = unwrap(model)
@@ -139,7 +139,8 @@ class FsdpStrategy(Strategy):
         options: dict[str, Any] = {"mesh": _mesh(target, settings), **given}
         ignored = options.get("ignored_params") or set()
         blocks = _blocks(module, settings)
-        _tell(module, blocks, settings)
+        if not blocks:
+            _warn_of_root_alone(module, settings)
         before = [ref(parameter) for parameter in module.parameters()]
         made: dict[Tensor, Tensor] = {}  # keeps tensors in memory: only those that are ignored
         for part in (*blocks, module):  # so no device holds more than one of them whole
@@ -187,28 +188,20 @@ def _mesh(device: torch.device, settings: Settings) -> Any:
         world.bound_device_id = bound
 
 
-def _tell(module: nn.Module, blocks: list[nn.Module], settings: Settings) -> None:
-    """Say which blocks ``"auto"`` has found, or what it costs that a large model has none."""
-    name = type(module).__name__
-    if settings.options.get("blocks") == "auto":
-        kinds = Counter(type(block).__name__ for block in blocks)
-        told = ", ".join(f"{number} {kind}" for kind, number in kinds.items())
-        text = "%s is sharded in blocks: %s, the largest with %.1f of its %.1f million parameters"
-        most = max(map(size_of, blocks), default=0)
-        _log.info(text, name, told, most / 1e6, size_of(module) / 1e6, once=True)
+def _warn_of_root_alone(module: nn.Module, settings: Settings) -> None:
+    """Say what it costs that a large model has no blocks."""
     if size_of(module) <= _LARGE or any(isinstance(m, ShardedModule) for m in module.modules()):
         return
-    if not blocks:
-        kind = getattr(settings.options.get("mp_policy"), "param_dtype", None)
-        peak = sum(p.numel() * (kind or p.dtype).itemsize for p in module.parameters())
-        _log.warning(
-            "%s is sharded at its root alone: in each step a rank holds all of its parameters at "
-            "once, %.2f GB, and their gradients as well; pass blocks='auto', or the classes of its "
-            "blocks, and a rank holds those of one block at a time",
-            *(name, peak / 1e9),
-            ranks=[0],
-            once=True,
-        )
+    kind = getattr(settings.options.get("mp_policy"), "param_dtype", None)
+    peak = sum(p.numel() * (kind or p.dtype).itemsize for p in module.parameters())
+    _log.warning(
+        "%s is sharded at its root alone: in each step a rank holds all of its parameters at "
+        "once, %.2f GB, and their gradients as well; pass blocks='auto', or the classes of its "
+        "blocks, and a rank holds those of one block at a time",
+        *(type(module).__name__, peak / 1e9),
+        ranks=[0],
+        once=True,
+    )
 
 
 @uncompiled  # as all hooks here: each model would count against dynamo's limit of recompilations
@@ -231,18 +224,6 @@ def _equal_buffers(module: nn.Module, _args: object, _output: object) -> None:
     if communicates and module.training:
         uneven_shares.warn()
         broadcast(module.buffers())
-
-
-def _average_buffers(module: nn.Module, count: float, total: float | Tensor) -> None:
-    """Take the mean of the buffers of a module that has the hook above, after a step. Collective.
-
-    Args:
-        module: which the step has trained.
-        count: how much this rank's buffers count.
-        total: how much those of all ranks.
-    """
-    if _EQUAL in vars(module) and module.training:
-        average(real_buffers(module).values(), count, total)
 
 
 _MARK = "_pardata_replaced"  # an attribute of such a parameter

@@ -30,6 +30,10 @@ _log = get_logger(__name__)
 Counts = Mapping[str, float]
 Count = Callable[[Any], "float | Tensor | Mapping[str, float | Tensor]"]
 
+_SAME_SAMPLES = (
+    "all ranks train on the same samples: a plain DataLoader gives each of them the whole dataset, "
+    "and so does make_loader with distributed=False. Use make_loader without it."
+)
 _MOST_TERMS = 32  # in a loss: their counts have places in the header of a collective
 
 
@@ -119,11 +123,14 @@ class StepCounts:
         def sums() -> Counts:
             fractions, *rest = sums_of()
             totals = rest[: len(self._names)]
-            if beginnings := [int(number) for number in rest[len(self._names) :]]:
-                _warn_of_same_samples(beginnings, replicas)
+            beginnings = [int(number) for number in rest[len(self._names) :]]
+            if beginnings and fingerprints_match(beginnings, replicas.size):
+                _log.warning(_SAME_SAMPLES, ranks=[0])
             if replicas.adds_in_order and replicas.size > 1 and fractions:
                 totals = self._in_order(numbers, step_size)
             positive(totals[0])
+            if self._count is samples_of:
+                vars(replicas.layer)[_USUAL] = totals[0]
             return dict(zip(self._names, totals, strict=True))
 
         return sums
@@ -161,16 +168,6 @@ class StepCounts:
         table = torch.tensor(rows, dtype=torch.float64, device=device)
         dist.all_reduce(table, group=group)  # each row is of one rank: the others add zeros
         return [math.fsum(column) for column in zip(*table.tolist(), strict=True)]
-
-
-def _warn_of_same_samples(beginnings: list[int], replicas: Replicas) -> None:
-    if fingerprints_match(beginnings, replicas.size):
-        text = (
-            "all ranks train on the same samples: a plain DataLoader gives each of them the "
-            "whole dataset, and so does make_loader with distributed=False. Use make_loader "
-            "without it."
-        )
-        _log.warning(text, ranks=[0])
 
 
 def _beginning(batch: Any, replicas: Replicas) -> str:
@@ -286,13 +283,8 @@ class Share(NamedTuple):
             return cls([Microbatch(batch, own, 0)], 1, known)
         counted = StepCounts(count or samples_of, [batch], [None])
         totals = counted.start(replicas, range(1), 1)
-
-        def remembered() -> Counts:
-            vars(replicas.layer)[_USUAL] = totals()[""]
-            return totals()
-
         one = Microbatch(batch, counted.rows[0][""], 0, counted.rows[0])
-        return cls([one], 1, remembered if count is None else totals)
+        return cls([one], 1, totals)
 
 
 def _known(total: float) -> Callable[[], Counts]:

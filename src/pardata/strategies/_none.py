@@ -11,7 +11,6 @@ _log = get_logger(__name__)
 class NoneStrategy(Strategy):
     name = "none"
     is_collective = needs_group = False
-    takes_all = True  # lazy modules too
 
     def wrap(self, model: nn.Module, settings: Settings) -> nn.Module:
         if settings.here.size > 1:

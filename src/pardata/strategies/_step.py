@@ -15,7 +15,7 @@ from pardata.collectives._forbidden import forbidding_collectives
 from pardata.data._microbatches import Microbatches
 from pardata.environment._backend import sequence_number
 from pardata.environment._world import is_alone, world
-from pardata.model._before import GradientsAside
+from pardata.model._before import GradientsAside, KeptBuffers
 from pardata.model._compiled import uncompiled
 from pardata.model._modules import parameters_of
 from pardata.model._sharding import unsharded
@@ -54,6 +54,16 @@ def model_under_way() -> nn.Module | None:
 
 
 _uncompiled_model_under_way = uncompiled(model_under_way)
+
+
+@uncompiled
+def forward_aside(module: nn.Module, *inputs: Any, **kwargs: Any) -> Any:
+    """Run a module in the step of another model, and leave its buffers as they are.
+
+    Ranks may do so unequally often, so nothing is sent.
+    """
+    with KeptBuffers(module.modules()):
+        return module(*inputs, **kwargs)
 
 
 def forbidden_in(batch: Any, *, is_even: bool) -> AbstractContextManager[None]:
@@ -104,9 +114,13 @@ class Step(Replicas):
 
     def __init__(self, model: nn.Module, layer: Any, scaler: GradScaler | None, batch: Any) -> None:
         super().__init__(layer)
-        self.module = layers(model)[-1]
+        self.model, self.module = model, layers(model)[-1]
         self.scaler, self.batch = scaler, batch
         self.tally = Tally(known_metrics(layer))
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Find out who runs this step, and refuse what cannot be run."""
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -133,21 +147,16 @@ class Step(Replicas):
             raise _unequally_often(len(self.batch.counts), self.size)
         # Under FSDP a forward communicates by itself, and all ranks run equally many.
         looks = self.size > 1 and SEEN not in known and not self.equally_many
-        before = self._started() if looks else ((), 0)
+        others, before = self._others(), sequence_number(self.group) if looks else 0
         with forbidden_in(self.batch, is_even=is_even):
             yield
-        after = self._started() if looks else ((), 0)
-        if before[0] == after[0] and before != after:
+        if looks and others == self._others() and sequence_number(self.group) != before:
             known[_COMMUNICATES] = True
             if not is_even:
                 raise _unequally_often(len(self.batch.counts), self.size)
 
-    def _started(self) -> tuple[object, int]:
-        """Return how many collectives have started, and what else might have started one."""
-        return self._others(), sequence_number(self.group)
-
     def _others(self) -> object:
-        return None
+        """Return what changes where the wrapper has started a collective by itself."""
 
     def around(self, microbatch: Microbatch) -> AbstractContextManager[None]:  # noqa: ARG002  # the exact step uses it
         """Return the context of the forward and backward of one microbatch."""
@@ -190,13 +199,12 @@ class SharedStep(Step):
     off by one factor, the same everywhere.
     """
 
-    def __init__(self, model: nn.Module, layer: Any, scaler: GradScaler | None, batch: Any) -> None:
-        super().__init__(model, layer, scaler, batch)
+    def _prepare(self) -> None:
         self.group = getattr(self.layer, "process_group", None)
         self.size = dist.get_world_size(self.group)
-        if isinstance(batch, Microbatches):  # else nothing says whose step it is
-            where = f"step {batch.step} of epoch {batch.epoch}"
-            self.tally.step = f"{where}, of a loader with seed {batch.seed}"
+        if isinstance(self.batch, Microbatches):  # else nothing says whose step it is
+            where = f"step {self.batch.step} of epoch {self.batch.epoch}"
+            self.tally.step = f"{where}, of a loader with seed {self.batch.seed}"
 
     def _sums(self) -> Tensor:
         """Return the sums of what all ranks tell.

@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -10,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pardata._pytree import KeyPath, keystr, leaves_with_path, map_with_path
-from pardata._validation import type_with_article
 from pardata.collectives._all_reduce import like, shape_text, split_like
 from pardata.collectives._fingerprint import Leaf, fingerprint_slots, fingerprints_match, number_of
 from pardata.data._batch_parts import tensors_of
@@ -19,8 +20,8 @@ from pardata.environment._device import has_streams, widest_float_dtype
 from pardata.environment._world import store_client, world
 from pardata.store._consensus import raise_if_different
 from pardata.store._round import exchange
+from pardata.strategies._forward import checked, wide
 from pardata.strategies._loss_weights import positive
-from pardata.strategies._mean import Mean
 
 # The places of a message: what was counted, hashes and their squares, then the first values.
 _HASHES = 3
@@ -28,6 +29,46 @@ _FRONT = 1 + 2 * _HASHES
 _ROOM = 19
 # The structure of the metrics that a model's ranks have compared, where they had no place.
 _compared = WeakKeyDictionary[nn.Module, str]()
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A metric with a denominator: ``Mean(total, count)``, for `backward`.
+
+    `backward` returns the sum of the totals over the sum of the counts, of all microbatches and
+    ranks. It is NaN where nothing counts. The accuracy of a class is
+    ``Mean((hits & is_class).sum(), is_class.sum())``. Microbatches that count 0 for the loss are
+    left out. In type annotations metrics that hold one are ``Any``.
+
+    Args:
+        total: a number, or a tensor of any shape.
+        count: what the total is a sum over: one number, or a tensor of the shape of `total`.
+
+    Raises:
+        TypeError: one of the two is no number and no dense tensor of real numbers.
+        ValueError: the count has another shape.
+
+    >>> import torch
+    >>> from pardata import backward
+    >>> net, x = torch.nn.Linear(1, 1), torch.tensor([[1.0], [2.0], [-1.0]])
+    >>> def loss_fn(model, x):
+    ...     return model(x).square().mean(), Mean(x[x > 0].sum(), (x > 0).sum())
+    >>> backward(net, loss_fn, x)[1]
+    tensor(1.5000)
+    """
+
+    total: Tensor | float
+    count: Tensor | float
+
+    def __post_init__(self) -> None:
+        number_of(self.total, (), "total")
+        number_of(self.count, (), "count")
+        of_total, of_count = (tuple(getattr(n, "shape", ())) for n in (self.total, self.count))
+        if of_count not in ((), of_total):
+            raise ValueError(
+                f"`count` must be one number, or have the shape of `total`, {of_total}, but has "
+                f"the shape {of_count}: return a mean for each count"
+            )
 
 
 class Tally:
@@ -74,17 +115,14 @@ class Tally:
         """Return the leaves of `metrics`, of the same structure as those that came before."""
         try:
             plain, means = _numbers_of(metrics)
+            text = _structure(plain, means)
+            if text not in self._known:
+                _check_means(plain, microbatch)
         except TypeError as error:
             return self._refuse(error)
-        text = _structure(plain, means)
         if self._text not in (None, text):
             return self._refuse(ValueError(_UNLIKE))
-        if text not in self._known:
-            try:
-                _check_means(plain, microbatch)
-            except TypeError as error:
-                return self._refuse(error)
-            self._known.add(text)
+        self._known.add(text)
         self._text, self._metrics, self._paths = text, metrics, (*plain, *means)
         self._weighted = 1 + len(plain)
         leaves = [*plain.values(), *(part for m in means.values() for part in (m.total, m.count))]
@@ -211,12 +249,8 @@ class Tally:
             "Call `backward` for each step of one loader, and let `loss_fn` return the same "
             "structure, on every rank."
         )
-        exchange(
-            store_client(),
-            "backward",
-            facts,
-            lambda of_ranks: raise_if_different("backward", of_ranks, cure),
-        )
+        differ = partial(raise_if_different, "backward", cure=cure)
+        exchange(store_client(), "backward", facts, differ)
 
 
 _UNLIKE = (
@@ -263,25 +297,3 @@ def _check_means(found: Mapping[KeyPath, Leaf], microbatch: Any) -> None:
                 f"or keep it and call all_gather after backward; pass list(metric) if its rows are "
                 f"no samples"
             )
-
-
-def wide(loss: Tensor) -> Tensor:
-    """Return a loss in float32 at least."""
-    return loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
-
-
-def checked(loss: Any) -> Tensor:
-    """Return the loss that `loss_fn` has returned, without dimensions."""
-    if isinstance(loss, Tensor) and loss.numel() == 1:
-        return loss.reshape(()) if loss.ndim else loss
-    must, cure = "`loss_fn` must return a tensor of one element", "take the mean over the samples"
-    if isinstance(loss, Tensor):
-        raise ValueError(f"{must}, but returned one of shape {tuple(loss.shape)}: {cure}")
-    has_loss = hasattr(loss, "loss") or (isinstance(loss, Mapping) and "loss" in loss)
-    cure = "return its `.loss`" if has_loss else f"{cure}, and return it"
-    if isinstance(loss, Mapping) and not has_loss:
-        cure = "let `count` return a number for each of its terms, or return their sum"
-    raise TypeError(
-        f"{must}, but returned {type_with_article(loss)}: {cure}, or it and metrics: "
-        f"(loss, metrics)"
-    )

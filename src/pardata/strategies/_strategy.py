@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pardata.environment._world import World
 from pardata.model._buffers import broadcast
 from pardata.model._state_dict import load_whole
-from pardata.model._unwrap import unwrap
+from pardata.model._unwrap import Wrapper, layers, unwrap
 from pardata.store._consensus import Facts
 from pardata.strategies._step import Step
 
@@ -33,7 +33,6 @@ class Strategy(ABC):
         wrapper: the class by which one of a model's `layers` is known to be of this strategy.
         is_collective: whether all ranks wrap together, and compare what they wrap.
         needs_group: whether that needs a process group of one rank, too.
-        takes_all: whether the model may be one that has nothing to train.
         takes_sharded_parts: whether parts of the model may be wrapped before it, block by block.
         takes_devices: whether the model may be spread over several.
         places_model: whether `wrap` moves the model to its device, part by part.
@@ -46,7 +45,7 @@ class Strategy(ABC):
     step: type[Step] = Step
     wrapper: type | tuple[()] = ()
     is_collective = needs_group = True
-    takes_all = takes_sharded_parts = takes_devices = places_model = False
+    takes_sharded_parts = takes_devices = places_model = False
     own_options: Collection[str] = ()
     cure = "Build the same model, in the same order, on every rank."
 
@@ -72,7 +71,10 @@ class Strategy(ABC):
 
     def state_dict(self, model: nn.Module) -> Mapping[str, Any]:
         """Return what a checkpoint keeps of `model`, under the names of the module inside."""
-        return unwrap(model).state_dict()
+        # A wrapper of ours that says in the metadata how the model was trained.
+        own: list[nn.Module] = [layer for layer in layers(model) if isinstance(layer, Wrapper)]
+        state: Mapping[str, Any] = (own or [unwrap(model)])[0].state_dict()
+        return state
 
     load = staticmethod(load_whole)  # what `load_weights` does
 

@@ -13,7 +13,7 @@ from pardata.model._state_dict import LoadedKeys
 from pardata.model._unwrap import unwrap
 from pardata.store._consensus import raise_if_different, require_equal
 from pardata.store._rank_format import format_rank_table
-from pardata.strategies._known import strategy_of
+from pardata.strategies._wrap_model import strategy_of
 
 
 def load_weights(

@@ -2,7 +2,7 @@
 
 import inspect
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 import torch.distributed as dist
@@ -13,11 +13,24 @@ from pardata.environment._backend import check_supported
 from pardata.environment._device import checked_device
 from pardata.environment._world import require_world, store_client
 from pardata.model._batch_norm import check_batch_norms
-from pardata.model._unwrap import ShardedModule, is_parallel
+from pardata.model._unwrap import ShardedModule, is_parallel, layers
 from pardata.store._consensus import require_equal
 from pardata.store._rank_format import format_rank_table
-from pardata.strategies._known import STRATEGIES, StrategyName, named
+from pardata.strategies._ddp import DdpStrategy
+from pardata.strategies._dp import DpStrategy
+from pardata.strategies._fsdp import FsdpStrategy
+from pardata.strategies._none import NoneStrategy
 from pardata.strategies._strategy import Settings, Strategy
+from pardata.strategies.exact._exact import ExactStrategy
+
+StrategyName: TypeAlias = Literal["auto", "none", "dp", "ddp", "fsdp", "exact"]
+
+_NONE = NoneStrategy()
+
+# In the order in which they are looked for in a model: what reduces gradients first.
+STRATEGIES: tuple[Strategy, ...] = (
+    *(ExactStrategy(), DdpStrategy(), FsdpStrategy(), DpStrategy(), _NONE),
+)
 
 # Kinds of options that can be compared between ranks.
 _PLAIN = (bool, int, float, str)
@@ -146,7 +159,7 @@ def _check(model: nn.Module, chosen: Strategy, settings: Settings) -> None:
             f"{', '.join(sorted(known))}"
         )
     check_bool("sync_batchnorm", settings.sync_batchnorm)
-    if not (chosen.takes_all or any(p.requires_grad for p in model.parameters())):
+    if chosen.is_collective and not any(p.requires_grad for p in model.parameters()):
         raise ValueError(
             f"`model` must have a parameter to train under strategy {chosen.name!r}, but "
             f"{type(model).__name__} has none that requires a gradient: use strategy='none'"
@@ -216,3 +229,39 @@ def _check_same_models(told: list[dict[str, object]]) -> None:
         f"every rank must pass the same model to `wrap_model`, but they differ, first here:\n"
         f"{format_rank_table(first)}\n{named(told[0]['the strategy']).cure}"
     )
+
+
+def named(name: object) -> Strategy:
+    """Return the strategy of a name.
+
+    Raises:
+        ValueError: for a name that no strategy has.
+    """
+    for strategy in STRATEGIES:
+        if name == strategy.name:
+            return strategy
+    names, given = ", ".join(map(repr, get_args(StrategyName))), repr(name)
+    if isinstance(name, torch.optim.Optimizer):  # other libraries wrap it with the model
+        given = "an optimizer: make that after wrapping, of what wrap_model returns"
+    raise ValueError(f"`strategy` must be one of {names}, but is {given}")
+
+
+def strategy_and_layer(model: nn.Module) -> tuple[Strategy, nn.Module]:
+    """Return the strategy that `wrap_model`, or PyTorch's own class, has put around a model.
+
+    And the layer by which it is known.
+
+    Raises:
+        TypeError: for what is no module.
+    """
+    check_module(model)
+    for strategy in STRATEGIES:
+        for layer in layers(model):
+            if isinstance(layer, strategy.wrapper):
+                return strategy, layer
+    return _NONE, model
+
+
+def strategy_of(model: nn.Module) -> Strategy:
+    """Return the strategy that a model is under."""
+    return strategy_and_layer(model)[0]

@@ -7,8 +7,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from pardata.strategies.exact._fixed_tree import Stack
-from pardata.strategies.exact._ordered_sum import NOTHING, Exchange, OrderedSum
+from pardata.strategies.exact._ordered_sum import NOTHING, Exchange, OrderedSum, Stack
 
 _MOST = 2**20  # numbers that are sent together: 4 MiB
 

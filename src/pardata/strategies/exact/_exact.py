@@ -12,21 +12,16 @@ from torch import nn
 
 from pardata._validation import check_int
 from pardata.environment._device import checked_device
-from pardata.environment._logger import get_logger
 from pardata.model._batch_norm import synchronised
-from pardata.model._before import KeptBuffers
-from pardata.model._compiled import uncompiled
 from pardata.model._modules import versions_of
 from pardata.model._read_through import ReadThrough
-from pardata.model._unwrap import Wrapper, layers, unwrap
+from pardata.model._unwrap import Wrapper, unwrap
 from pardata.store._consensus import Facts
-from pardata.strategies._step import model_under_way
+from pardata.strategies._step import forward_aside, model_under_way
 from pardata.strategies._strategy import Settings, Strategy, broadcast_weights
 from pardata.strategies.exact._exact_step import ExactStep
 from pardata.strategies.exact._exact_sums import Sums
 from pardata.strategies.exact._numerics import kernels, refused_kernels
-
-_log = get_logger(__name__)
 
 _RECORD = "exact"  # in the metadata of a state dict
 
@@ -54,13 +49,7 @@ class ExactModel(ReadThrough, Wrapper):
         """Run the module."""
         if model_under_way() in (None, self):
             return self.module(*inputs, **kwargs)
-        return self._forward_in_another_step(*inputs, **kwargs)
-
-    @uncompiled
-    def _forward_in_another_step(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Leave the buffers as they are: how they change depends on who runs which microbatch."""
-        with KeptBuffers(self.module.modules()):
-            return self.module(*inputs, **kwargs)
+        return forward_aside(self.module, *inputs, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state of the module inside, and in its metadata what decides the last bit."""
@@ -73,12 +62,8 @@ class ExactModel(ReadThrough, Wrapper):
             metadata[path] = {**metadata.get(path, {}), _RECORD: kernels(device)}
         return state
 
-    def check_state(self, state: Mapping[str, Any]) -> None:
+    def check_versions(self, facts: Mapping[str, Any]) -> None:
         """Refuse weights of an exact run whose kernels were others: this would be another run."""
-        for facts in versions_of(state).values():
-            self._check_versions(facts)
-
-    def _check_versions(self, facts: Mapping[str, Any]) -> None:
         then = facts.get(_RECORD)
         if then is None:
             return
@@ -117,12 +102,4 @@ class ExactStrategy(Strategy):
     def wrap(self, model: nn.Module, settings: Settings) -> nn.Module:
         if settings.here.size > 1:
             broadcast_weights(model)
-        text = "strategy 'exact' computes with %d thread(s) on each rank, whatever their number"
-        _log.info(text, torch.get_num_threads(), once=True)
         return ExactModel(model, **settings.options)
-
-    def state_dict(self, model: nn.Module) -> Mapping[str, Any]:
-        # With the wrapper's record in it of the kernels by which it was trained.
-        layer = next(layer for layer in layers(model) if isinstance(layer, ExactModel))
-        state: Mapping[str, Any] = layer.state_dict()
-        return state

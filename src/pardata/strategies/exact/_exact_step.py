@@ -3,11 +3,10 @@
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.amp import GradScaler
+from torch import Tensor
 
 from pardata.collectives._fingerprint import CheckedCollective, LeastAndMost
 from pardata.data._microbatches import Microbatches
@@ -54,18 +53,17 @@ class ExactStep(Step):
     least = 1  # if a placeholder: by what it returns a rank that has none knows the metrics
     takes_means, adds_in_order = False, True
 
-    def __init__(self, model: nn.Module, layer: Any, scaler: GradScaler | None, batch: Any) -> None:
-        super().__init__(model, layer, scaler, batch)
+    def _prepare(self) -> None:
         self.size = world().size
-        if not isinstance(batch, Microbatches):
+        if not isinstance(self.batch, Microbatches):
             raise TypeError(
                 f"`batch` must be Microbatches under strategy 'exact', but is a "
-                f"{type(batch).__name__}: pass microbatch_size to make_loader, so that they are "
-                f"the same at every world size"
+                f"{type(self.batch).__name__}: pass microbatch_size to make_loader, so that they "
+                f"are the same at every world size"
             )
-        self._sums = layer.exact
+        self._sums = self.layer.exact
         # Raised within the step, so that the others hear it.
-        self._refusal: Exception | None = refused_kernels(model, self._sums.threads)
+        self._refusal: Exception | None = refused_kernels(self.model, self._sums.threads)
 
     @contextmanager
     def whole(self) -> Iterator[None]:

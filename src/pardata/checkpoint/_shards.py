@@ -49,13 +49,13 @@ def write(
         group: of all ranks, for messages between CPUs, that nobody else uses meanwhile.
 
     Returns:
-        PyTorch's metadata of the parts, and on rank 0 the records of the files of all ranks.
+        On rank 0 PyTorch's metadata of the parts, and the records of the files of all ranks.
 
     Raises:
         OSError: on rank 0, if any rank failed.
     """
     folder, records, why = checkpoint / _FOLDER, dict[str, Record](), ""
-    metadata = _write_parts(folder, parts, group) if parts else None
+    metadata = _write_parts(here, folder, parts, group) if parts else None
     try:
         for path in folder.glob(f"__{here.rank}_*"):  # as PyTorch names a rank's
             records[f"{_FOLDER}/{path.name}"] = record_of(path)
@@ -70,13 +70,17 @@ def write(
     return metadata, {file: record for known, _ in reports for file, record in known.items()}
 
 
-def _write_parts(folder: Path, parts: Mapping[KeyPath, Tensor], group: Any) -> Any:
+def _write_parts(here: World, folder: Path, parts: Mapping[KeyPath, Tensor], group: Any) -> Any:
+    """Write parts; return their metadata on rank 0."""
     import torch.distributed.checkpoint as dcp  # noqa: PLC0415  # slow to import
 
     tensors: dict[str, Any] = {str(at): part for at, part in parts.items()}
     with _failures_as_errors():
-        writer = dcp.FileSystemWriter(folder)
-        metadata: Any = dcp.save(tensors, storage_writer=writer, process_group=group)
+        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), process_group=group)
+    if not here.is_main:
+        return None
+    # As it stands in the file: torch 2.9 returns it without the places of the parts.
+    metadata: Any = dcp.FileSystemReader(folder).read_metadata()
     metadata.storage_meta = None  # its path is no more that of the checkpoint
     return metadata
 

@@ -102,9 +102,15 @@ def _write(dataset: Any, files: Files, folder: Path, workers: int) -> dict[str, 
     with ExitStack() as stack:
         paths = files.paths(folder)
         columns = [stack.enter_context(closing(ColumnWriter(file))) for file in paths.values()]
-        for packed in progress(chunks, f"caching {type(dataset).__name__}", batch_size=chunk):
-            for column, part in zip(columns, packed, strict=True):
-                column.add(*part)
+        try:
+            for packed in progress(chunks, f"caching {type(dataset).__name__}", batch_size=chunk):
+                for column, part in zip(columns, packed, strict=True):
+                    column.add(*part)
+        except Exception as error:
+            if not workers:
+                raise
+            # Its frames, which tell nothing of the sample, would keep the workers alive.
+            raise error.with_traceback(None) from error.__cause__
         shapes = {path: column.finish() for path, column in zip(paths, columns, strict=True)}
     if ragged := [path for path, shape in shapes.items() if shape is None]:
         _log.info("a batch has a list of each part whose shape differs: %s", ", ".join(ragged))

@@ -79,7 +79,7 @@ def _write_parts(here: World, folder: Path, parts: Mapping[KeyPath, Tensor], gro
         dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), process_group=group)
     if not here.is_main:
         return None
-    # As it stands in the file: torch 2.9 returns it without the places of the parts.
+    # From the file, because torch 2.9 returns it without the places of the parts.
     metadata: Any = dcp.FileSystemReader(folder).read_metadata()
     metadata.storage_meta = None  # its path is no more that of the checkpoint
     return metadata

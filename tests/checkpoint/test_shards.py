@@ -2,15 +2,18 @@
 
 import logging
 import shutil
+from contextlib import nullcontext
+from unittest.mock import patch
 
 import pytest
 import torch
 from checkpoint_zoo import Harm, Thing, leftovers, paths, sharded, sign
 from logged import log_of
 from on_ranks import caught, run, run_caught
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from pardata import Checkpointer
+from pardata import Checkpointer, world
 
 DTYPES = [torch.float32, torch.bfloat16, torch.complex64, torch.int64]
 
@@ -40,6 +43,25 @@ def test_parts_of_every_type_are_read_at_another_size(tmp_path):
         for found in run(restore_tensors, tmp_path, world_size=size):
             assert [str(tensor.dtype) for tensor in found.values()] == list(found)
             assert all(torch.equal(found[str(d)], torch.arange(10).to(d)) for d in DTYPES)
+
+
+def save_where_rank_0_fails(directory):
+    def broken(*_args, **_options):
+        raise OSError(5, "broken disk")
+
+    checkpointer, thing = Checkpointer(directory), Thing(tensors())
+    is_broken = patch.object(FileSystemReader, "read_metadata", broken)
+    with is_broken if world().is_main else nullcontext():
+        raised = caught(lambda: checkpointer.save(1, thing=thing))
+    checkpointer.save(2, thing=thing)
+    return str(raised), checkpointer.steps()
+
+
+def test_rank_0_that_fails_after_its_parts_are_written_is_an_error_on_every_rank(tmp_path):
+    for raised, steps in run(save_where_rank_0_fails, tmp_path, world_size=2, timeout=30):
+        assert raised.startswith("OSError: ")
+        assert "rank 0: OSError(5, 'broken disk')" in raised
+        assert steps == [2]
 
 
 def save_at_once(directory):

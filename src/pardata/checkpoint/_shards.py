@@ -55,8 +55,20 @@ def write(
         OSError: on rank 0, if any rank failed.
     """
     folder, records, why = checkpoint / _FOLDER, dict[str, Record](), ""
-    metadata = _write_parts(here, folder, parts, group) if parts else None
+    metadata: Any = None
+    if parts:
+        import torch.distributed.checkpoint as dcp  # noqa: PLC0415  # slow to import
+
+        tensors: dict[str, Any] = {str(at): part for at, part in parts.items()}
+        with _failures_as_errors():
+            dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), process_group=group)
     try:
+        if parts and here.is_main:
+            import torch.distributed.checkpoint as dcp  # noqa: PLC0415  # slow to import
+
+            # From the file: torch 2.9 returns it without the places of the parts.
+            metadata = dcp.FileSystemReader(folder).read_metadata()
+            metadata.storage_meta = None  # its path is no more that of the checkpoint
         for path in folder.glob(f"__{here.rank}_*"):  # as PyTorch names a rank's
             records[f"{_FOLDER}/{path.name}"] = record_of(path)
         if own:
@@ -68,21 +80,6 @@ def write(
     if failed := "; ".join(why for _, why in reports if why):
         raise OSError(f"every rank must write what it has of its own, but not all could: {failed}")
     return metadata, {file: record for known, _ in reports for file, record in known.items()}
-
-
-def _write_parts(here: World, folder: Path, parts: Mapping[KeyPath, Tensor], group: Any) -> Any:
-    """Write parts; return their metadata on rank 0."""
-    import torch.distributed.checkpoint as dcp  # noqa: PLC0415  # slow to import
-
-    tensors: dict[str, Any] = {str(at): part for at, part in parts.items()}
-    with _failures_as_errors():
-        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), process_group=group)
-    if not here.is_main:
-        return None
-    # From the file, because torch 2.9 returns it without the places of the parts.
-    metadata: Any = dcp.FileSystemReader(folder).read_metadata()
-    metadata.storage_meta = None  # its path is no more that of the checkpoint
-    return metadata
 
 
 def read(path: Path, metadata: Any, targets: Mapping[KeyPath, Any]) -> dict[KeyPath, Tensor]:

@@ -10,6 +10,7 @@ from on_ranks import run
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
+    Dataset,
     IterableDataset,
     RandomSampler,
     Sampler,
@@ -101,6 +102,32 @@ def test_a_buffer_that_grows_is_read_whole_through_a_sampler_of_it(workers):
         seen.append(sorted(flat(steps(loader))))
         buffer += [len(buffer), len(buffer) + 1]
     assert seen == [[*range(4)], [*range(6)], [*range(8)]]
+
+
+# --- lists that each rank fills by itself ---
+
+
+class Caching(Dataset):
+    """Keeps what it has read, as text, in a list that has a place for each sample."""
+
+    def __init__(self):
+        self.read = [None] * 10
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        self.read[index] = f"sample {index}"
+        return index
+
+
+def _reads_twice():
+    data = Caching()
+    return [sum(map(len, steps(loader_of(data, 5, num_workers=0)))) for _ in range(2)]
+
+
+def test_a_cache_that_each_rank_fills_by_itself_is_no_difference():
+    assert [sum(found) for found in zip(*run(_reads_twice, world_size=2), strict=True)] == [10, 10]
 
 
 # --- other samples in the same places ---

@@ -52,14 +52,16 @@ def listed_samples(dataset: Any) -> str:
     Of a long list it takes some entries: numbers, texts, and of paths the last name, because nodes
     may have copies of the files.
     """
-    lists: list[list[str | int]] = []
+    lists: list[list[Any]] = []
     for layer in layers(dataset) if not isinstance(dataset, IterableDataset) else ():
         for value in getattr(layer, "__dict__", {}).values():
             if isinstance(value, list | tuple) and len(value) == len(layer):
                 some = value[:: max(1, len(value) // _SOME)]
                 entries = [each[0] if isinstance(each, tuple) and each else each for each in some]
                 names = [PurePath(x).name if isinstance(x, str | PurePath) else x for x in entries]
-                lists.append([name for name in names if isinstance(name, str | int)])
+                # A list of anything else may be a cache, which each rank fills by itself.
+                if all(isinstance(name, str | int) for name in names):
+                    lists.append(names)
     return hashlib.sha256(repr(lists).encode()).hexdigest()[:16] if any(lists) else ""
 
 

@@ -83,11 +83,11 @@ def check_in_sync(model: nn.Module) -> None:
     """
     here = require_world("check_in_sync")
 
-    def digests() -> Mapping[str, str]:
+    def digests() -> Mapping[str, tuple[str, str]]:
         module = unwrap(model)
         state = {**module.state_dict(), **dict(module.named_buffers())}  # with non-persistent ones
         return {
-            name: f"{part}SHA-256 {sha256_of([(f'{own.dtype} {tuple(own.shape)}', own)])[:16]}…"
+            name: (part, sha256_of([(f"{own.dtype} {tuple(own.shape)}", own)])[:16])
             for name, value in (state.items() if here.size > 1 else ())
             for part, own in _copies(value)
         }
@@ -99,18 +99,17 @@ def _compare(told: list[dict[str, Any]]) -> None:
     """Raise, with a table of the first weight that differs."""
     names: list[dict[str, object]] = [{"the parameter names": sorted(facts)} for facts in told]
     raise_if_different("check_in_sync", names, "Build the same model on every rank.")
-    differing = []
-    for name in told[0]:
-        said = {facts[name] for facts in told}
-        if len(said) > len({text.partition("SHA-256")[0] for text in said}):
-            differing.append(name)
+    digests = {name: [tuple(facts[name]) for facts in told] for name in told[0]}
+    # Ranks that hold different parts of a weight have nothing in common to compare.
+    differing = [n for n, all_ in digests.items() if len({*all_}) > len({part for part, _ in all_})]
     if not differing:
         return
-    table = format_rank_table([facts[differing[0]] for facts in told])
+    rows = [f"{part}SHA-256 {digest}…" for part, digest in digests[differing[0]]]
     raise RuntimeError(
         f"every rank must hold the same weights, but `{differing[0]}` differs between ranks "
-        f"({len(differing)} of {len(told[0])} parameters and buffers differ):\n{table}\n"
-        f"Was it changed on some ranks only, or trained without the wrapped model's forward?"
+        f"({len(differing)} of {len(told[0])} parameters and buffers differ):\n"
+        f"{format_rank_table(rows)}\nWas it changed on some ranks only, or trained without "
+        f"the wrapped model's forward?"
     )
 
 

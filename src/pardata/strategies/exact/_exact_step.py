@@ -72,7 +72,7 @@ class ExactStep(Step):
         failed = self._refusal  # also where this rank runs nothing
         # Python's and NumPy's generators are kept once a step: for NumPy that takes 70 µs.
         kept, aside = Kept(default_generators()[:-1]), GradientsAside(parameters_of(self.module))
-        with kept, aside, self._sums, under_way(self.layer):
+        with kept, aside, under_way(self.layer):
             try:
                 try:
                     # Here: a rank that fails later has taken part, where fractions are added.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pardata.model._modules import name_of, parameters_of
 from pardata.strategies._loss_weights import Microbatch
+from pardata.strategies._step import model_under_way
 from pardata.strategies.exact._bucket import buckets_of
 from pardata.strategies.exact._ordered_sum import Exchange
 
@@ -20,8 +21,8 @@ _AHEAD = 2  # buckets that are sent before the first of them is added: what is r
 class Sums:
     """Adds up the gradients of this rank's microbatches, and those of all ranks.
 
-    A hook on each parameter tells that its gradient is there. In a step, which is a block, the
-    gradient is added; outside of one it is an error. Hooks and sums are neither copied nor pickled.
+    A hook on each parameter tells that its gradient is there. In a step of this model the gradient
+    is added; outside of one it is an error. Hooks and sums are neither copied nor pickled.
 
     Args:
         module: whose parameters are hooked.
@@ -41,12 +42,6 @@ class Sums:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Sums, (self.module, self.threads)
-
-    def __enter__(self) -> None:
-        _running.add(self)
-
-    def __exit__(self, *_: object) -> None:
-        _running.discard(self)
 
     def _hook_parameters(self) -> None:
         """Hook every parameter that is not yet, frozen ones too: they may be trained later."""
@@ -171,18 +166,16 @@ class Sums:
             bucket.set_gradients([next(each) for _ in bucket.parameters])
 
 
-_running = set[Sums]()  # those whose step is under way
-
-
 def _received(hooked_by: "ref[Sums]", parameter: nn.Parameter) -> None:
     """Hand a gradient on to the step that is run, and refuse it where none is."""
-    sums = hooked_by()
+    sums, layer = hooked_by(), model_under_way()
     if sums is None:
         return
-    if sums in _running:
+    running: Sums | None = vars(layer).get("exact") if layer is not None else None
+    if sums is running:
         sums.receive(parameter)
     # A model may be wrapped again: then another wrapper of the same parameter runs the step.
-    elif not any(parameter in other.hooked for other in _running):
+    elif running is None or parameter not in running.hooked:
         parameter.grad = None  # it is this rank's alone, and a later `backward` would add to it
         name = name_of(parameter, sums.module.named_parameters())
         raise RuntimeError(

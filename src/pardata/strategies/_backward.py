@@ -12,7 +12,7 @@ from pardata.collectives._comm_errors import explain_comm_errors
 from pardata.data._microbatches import Microbatches
 from pardata.data._sample_count import is_empty
 from pardata.environment._logger import get_logger
-from pardata.environment._world import is_alone, require_world
+from pardata.environment._world import is_alone, require_world, world
 from pardata.model._batch_norm import synchronised
 from pardata.model._before import GradientsAside, KeptBuffers
 from pardata.model._modules import parameters_of
@@ -20,8 +20,15 @@ from pardata.model._unwrap import is_parallel
 from pardata.rng._rng_state import forked_torch_seed, kept_generators
 from pardata.store._current_op import current_op
 from pardata.strategies._forward import add_zeros, checked, forward_of, wide, with_one_loss
-from pardata.strategies._loss_weights import Count, Microbatch, Replicas, Share, positive
-from pardata.strategies._step import Step, count_run, forbidden_in, known_metrics, microbatch_seed
+from pardata.strategies._loss_weights import Count, Microbatch, Share, positive
+from pardata.strategies._step import (
+    SEEN,
+    Step,
+    count_run,
+    forbidden_in,
+    known_metrics,
+    microbatch_seed,
+)
 from pardata.strategies._step_metrics import Tally
 from pardata.strategies._wrap_model import strategy_and_layer
 
@@ -147,9 +154,9 @@ def backward(
     True
     """
     # What is checked of a model that nobody else trains is checked in its first step.
-    is_known = is_alone() and callable(loss_fn) and model in _trained_alone
+    is_known = count is None and is_alone() and callable(loss_fn) and model in _trained_alone
     if is_known and (not isinstance(batch, Microbatches) or len(batch) == 1):
-        return _alone(model, loss_fn, batch, count, scaler)
+        return _alone(model, loss_fn, batch, scaler)
     _check_arguments(model, loss_fn)
     step = _step_of(model, batch, scaler)
     step.share = Share.of(batch, count, step)
@@ -186,31 +193,15 @@ def _check_arguments(model: object, loss_fn: object) -> None:
         )
 
 
-def _alone(
-    model: nn.Module,
-    loss_fn: LossFn,
-    batch: Any,
-    count: Count | None,
-    scaler: GradScaler | None,
-) -> Any:
+def _alone(model: nn.Module, loss_fn: LossFn, batch: Any, scaler: GradScaler | None) -> Any:
     """Run the only microbatch of a step whose model nobody else trains: it is the global batch."""
     first, microbatch = (batch.first, batch[0]) if isinstance(batch, Microbatches) else (0, batch)
-    share: Share | None = None
-    if count is not None:
-        share = Share.of(batch, count, Replicas(model))
-        share.expected()  # raises where nothing counts
-    elif is_empty(microbatch):
+    if is_empty(microbatch):
         positive(0)
     aside = GradientsAside(parameters_of(model))
     with aside, forked_torch_seed(microbatch_seed(batch, first)):
         with forbidden_in(batch, is_even=True):
-            if share is None:
-                returned = loss_fn(model, microbatch)
-            else:
-                with forward_of(model, keeps=True) as outputs:
-                    returned = loss_fn(model, microbatch)
-                returned = with_one_loss(returned, share.microbatches[0], share, outputs)
-                del outputs  # they need not live through the backward
+            returned = loss_fn(model, microbatch)
         if not isinstance(returned, Tensor):
             tally = Tally(known_metrics(model))
             loss = tally.add(returned, 1, microbatch)
@@ -225,11 +216,12 @@ def _alone(
 
 def _step_of(model: nn.Module, batch: Any, scaler: GradScaler | None) -> Step:
     """Return what a step of `model` does; say or refuse it where nobody synchronises the model."""
-    here = require_world("backward")
     strategy, layer = strategy_and_layer(model)
+    if SEEN not in vars(layer):  # to look for a launcher takes a tenth of a small model's step
+        require_world("backward")
     step = strategy.step(model, layer, scaler, batch)
     _check_batch_norms(step, batch)
-    if here.size == 1 or step.size > 1:
+    if is_alone() or step.size > 1:
         return step
     name = type(model).__name__
     if is_parallel(step.module):
@@ -237,7 +229,9 @@ def _step_of(model: nn.Module, batch: Any, scaler: GradScaler | None) -> Step:
             f"`model` must be what wrap_model returned, but this {name} only holds a wrapped "
             f"module, and nobody would synchronise the rest: wrap once, at the outside"
         )
-    what = f"no strategy keeps the replicas of {name} equal: each of the {here.size} ranks trains"
+    what = (
+        f"no strategy keeps the replicas of {name} equal: each of the {world().size} ranks trains"
+    )
     _log.warning("%s its own; pass what wrap_model returned", what, ranks=[0], once=True)
     return step
 

@@ -255,8 +255,9 @@ def strategy_and_layer(model: nn.Module) -> tuple[Strategy, nn.Module]:
         TypeError: for what is no module.
     """
     check_module(model)
+    found = layers(model)
     for strategy in STRATEGIES:
-        for layer in layers(model):
+        for layer in found:
             if isinstance(layer, strategy.wrapper):
                 return strategy, layer
     return _NONE, model

@@ -24,20 +24,6 @@ def visible_devices() -> list[torch.device]:
     return [torch.device(found.type, n) for n in range(torch.accelerator.device_count())]
 
 
-def require_visible(device: torch.device) -> None:
-    """Refuse an accelerator that is not here.
-
-    Raises:
-        RuntimeError: says what is.
-    """
-    seen = visible_devices()
-    if device.type not in ("cpu", "meta") and device not in seen:
-        raise RuntimeError(
-            f"`device` must be one that is here, but is {str(device)!r}: PyTorch sees "
-            f"{', '.join(['the CPU', *map(str, seen)])}"
-        )
-
-
 def current_device(n: int) -> torch.device:
     """Return the accelerator that is current, else number `n`: the first is also unchosen."""
     seen = visible_devices()

@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 from torch.utils.data import get_worker_info
 
 from pardata.environment._backend import default_store, supports_device
-from pardata.environment._device import current_device, require_visible, visible_devices
+from pardata.environment._device import current_device, visible_devices
 from pardata.environment._launchers import LaunchInfo, detect_launch, read_ints
 from pardata.environment._logger import get_logger
 from pardata.store._client import StoreClient
@@ -247,7 +247,6 @@ def existing_world(device: torch.device | None, hosts: Sequence[str] = ()) -> Wo
     if device.index is None and any(device.type == seen.type for seen in visible_devices()):
         # The one to which the group is bound, else the current one, or the local rank's.
         device = getattr(dist.group.WORLD, "bound_device_id", None) or current_device(local_rank)
-    require_visible(device)
     return World(rank, size, local_rank, local_size, node, nodes, device, backend, "existing")
 
 

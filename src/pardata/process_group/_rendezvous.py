@@ -130,6 +130,8 @@ def _proposal(
         if launch is not None and has_accelerator_backend(backend):  # gloo's ranks can share one
             gpu = str(getattr(_device.properties_of(device), "uuid", ""))
             has_one = len(seen) < 2 * launch.local_size
+    else:
+        _device.checked_device(device)  # which raises for an accelerator that is not here
     # Not where a group is there already.
     address = "" if launch is None or os.environ.get("GLOO_SOCKET_IFNAME") else _address_of(host)
     return {
@@ -154,14 +156,13 @@ def select_device(launch: LaunchInfo, wanted: torch.device | None) -> torch.devi
     """Return the device of this local rank.
 
     Raises:
-        RuntimeError: if it is not here, or no GPU is left for it.
+        RuntimeError: if no GPU is left for it.
     """
     seen = _device.visible_devices()
     kind = torch.device(seen[0].type if seen else "cpu")
     if wanted is None and launch.size > 1 and backend_for(kind) == "gloo":
         return torch.device("cpu")  # because ranks could not send from another kind
     if not seen or wanted not in (None, kind):
-        _device.require_visible(wanted or kind)
         return wanted or kind
     visible = len(seen)
     # A launcher that binds a GPU to each task, as SLURM's --gpus-per-task: it is this one's own.

@@ -18,8 +18,7 @@ from pardata.data._batch_parts import Ragged
 from pardata.data._whole_batches import ReadsBatches
 from pardata.environment._world import require_world, store_client
 from pardata.rng._rng_state import kept_generators
-from pardata.store._consensus import Facts, raise_if_different
-from pardata.store._round import exchange
+from pardata.store._round import Facts, exchange, raise_if_different
 
 
 def cache_dataset(

@@ -24,8 +24,7 @@ from pardata.environment._backend import new_gloo_group
 from pardata.environment._logger import get_logger
 from pardata.environment._world import World, require_world, store_client
 from pardata.rng._rng_state import generator_states
-from pardata.store._consensus import raise_if_different, require_equal
-from pardata.store._round import exchange
+from pardata.store._round import exchange, raise_if_different, require_equal
 
 _log = get_logger(__name__)
 

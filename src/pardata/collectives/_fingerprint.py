@@ -23,8 +23,7 @@ from pardata.collectives._forbidden import check_allowed
 from pardata.environment._backend import has_accelerator_backend
 from pardata.environment._device import widest_float_dtype
 from pardata.environment._world import cpu_group_and_device, require_world, store_client
-from pardata.store._consensus import raise_if_different
-from pardata.store._round import exchange
+from pardata.store._round import exchange, raise_if_different
 
 _T = TypeVar("_T")
 

@@ -24,8 +24,7 @@ from pardata.environment._world import (
     store_client,
 )
 from pardata.rng._seeds import default_seed, next_number
-from pardata.store._consensus import raise_if_different
-from pardata.store._round import exchange
+from pardata.store._round import exchange, raise_if_different
 
 _log = get_logger(__name__)
 

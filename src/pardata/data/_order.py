@@ -20,8 +20,7 @@ from pardata.data._whole_batches import on_cpu
 from pardata.environment._world import World, store_client
 from pardata.rng._rng_state import forked_seed
 from pardata.rng._seeds import mix
-from pardata.store._consensus import raise_if_different
-from pardata.store._round import exchange
+from pardata.store._round import exchange, raise_if_different
 
 # The numbers of samples; a sampler may yield those of any kind.
 Indices: TypeAlias = "Tensor | Sequence[Any]"

@@ -10,9 +10,8 @@ from pardata.data._position import Position
 from pardata.data._stream import Stream, not_of_this_stream
 from pardata.data._workers import Source
 from pardata.environment._world import store_client
-from pardata.store._consensus import raise_if_different
 from pardata.store._rank_format import format_ranks
-from pardata.store._round import exchange
+from pardata.store._round import exchange, raise_if_different
 
 _NEXT = "the next step of an IterableDataset"
 

@@ -30,10 +30,9 @@ from pardata.environment._world import GroupState, World, existing_world, new_st
 from pardata.process_group._shutdown import count_out, end
 from pardata.process_group._tcp_store import not_met, open_store
 from pardata.store._client import StoreClient, append, wait_for
-from pardata.store._consensus import raise_if_different
 from pardata.store._rank_format import format_rank_table, format_ranks, group_ranks_by
 from pardata.store._remote_error import summary_line
-from pardata.store._round import abort_rounds, exchange, missing_ranks_text
+from pardata.store._round import abort_rounds, exchange, missing_ranks_text, raise_if_different
 
 _T = TypeVar("_T")
 

@@ -7,8 +7,9 @@ A rank that waits in vain writes who is missing, and one that leaves the group w
 why: no round can follow then. Only the request that reads all contributions grows with the ranks.
 """
 
+import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -23,6 +24,7 @@ from pardata.store._rank_format import format_rank_table, format_ranks
 from pardata.store._remote_error import RemoteError, is_secondary, mark_secondary
 
 Decide: TypeAlias = Callable[[list[Any]], object]  # gets the values of all ranks, in rank order
+Facts: TypeAlias = Mapping[str, object]
 Result: TypeAlias = dict[str, Any]
 
 _RAISABLE = {e.__name__: e for e in (RuntimeError, ValueError, TypeError, TimeoutError)}
@@ -81,6 +83,36 @@ def exchange(
         raise raised from error  # it may be why other ranks did not come
     finally:
         error = None  # held by this frame it would live until a garbage collection
+
+
+def require_equal(
+    client: StoreClient, call: str, facts_of: Callable[[], Facts], differ: Decide
+) -> None:
+    """Require that `facts_of` returns the same on every rank, of whatever length. Collective.
+
+    The ranks compare a digest. Only if it differs, they send their facts to one rank, and all raise
+    what `differ` raises there.
+    """
+    facts: dict[str, object] = {}
+
+    def digest() -> str:
+        facts.update(facts_of())
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+    if exchange(client, call, digest, lambda digests: len(set(digests)) > 1):
+        exchange(client, f"{call} (in detail)", lambda: facts, differ)
+
+
+def raise_if_different(call: str, rows: list[dict[str, object]], cure: str) -> None:
+    """Raise a `RuntimeError` with a table of the facts in which ranks differ, if they do."""
+    known = dict.fromkeys(name for facts in rows for name in facts)
+    rows = [{name: facts.get(name, "(nothing)") for name in known} for facts in rows]
+    names = [name for name in known if len({repr(facts[name]) for facts in rows}) > 1]
+    if names:
+        lines = [", ".join(f"{name}={facts[name]!r}" for name in names) for facts in rows]
+        what = f"{', '.join(f'`{name}`' for name in names)} differ{'s' if len(names) == 1 else ''}"
+        must = f"every rank must pass the same to `{call}`, but {what}"
+        raise RuntimeError(f"{must}:\n{format_rank_table(lines)}\n{cure}")
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from pardata.model._modules import parameters_of
 from pardata.model._sharding import forget_step, place, reset_iter_state, shard_again
 from pardata.model._state_dict import load_sharded
 from pardata.model._unwrap import ShardedModule, unwrap
-from pardata.store._consensus import Facts
+from pardata.store._round import Facts
 from pardata.strategies._blocks import blocks_of, size_of
 from pardata.strategies._loss_weights import Microbatch
 from pardata.strategies._step import SharedStep, model_under_way, under_way

@@ -18,8 +18,7 @@ from pardata.data._batch_parts import tensors_of
 from pardata.data._sample_count import samples_of
 from pardata.environment._device import has_streams, widest_float_dtype
 from pardata.environment._world import store_client, world
-from pardata.store._consensus import raise_if_different
-from pardata.store._round import exchange
+from pardata.store._round import exchange, raise_if_different
 from pardata.strategies._forward import checked, wide
 from pardata.strategies._loss_weights import positive
 

@@ -12,7 +12,7 @@ from pardata.environment._world import World
 from pardata.model._buffers import broadcast
 from pardata.model._state_dict import load_whole
 from pardata.model._unwrap import Wrapper, layers, unwrap
-from pardata.store._consensus import Facts
+from pardata.store._round import Facts
 from pardata.strategies._step import Step
 
 

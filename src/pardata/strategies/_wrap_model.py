@@ -14,8 +14,8 @@ from pardata.environment._device import checked_device
 from pardata.environment._world import require_world, store_client
 from pardata.model._batch_norm import check_batch_norms
 from pardata.model._unwrap import ShardedModule, is_parallel, layers
-from pardata.store._consensus import require_equal
 from pardata.store._rank_format import format_rank_table
+from pardata.store._round import require_equal
 from pardata.strategies._ddp import DdpStrategy
 from pardata.strategies._dp import DpStrategy
 from pardata.strategies._fsdp import FsdpStrategy

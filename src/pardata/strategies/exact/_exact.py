@@ -16,7 +16,7 @@ from pardata.model._batch_norm import synchronised
 from pardata.model._modules import versions_of
 from pardata.model._read_through import ReadThrough
 from pardata.model._unwrap import Wrapper, unwrap
-from pardata.store._consensus import Facts
+from pardata.store._round import Facts
 from pardata.strategies._step import forward_aside, model_under_way
 from pardata.strategies._strategy import Settings, Strategy, broadcast_weights
 from pardata.strategies.exact._exact_step import ExactStep

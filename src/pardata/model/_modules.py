@@ -1,18 +1,21 @@
-"""What ``nn.Module`` keeps under private names.
+"""What ``nn.Module``, autograd and ``torch.compile`` keep under private names, and batch norms.
 
-Its methods take four times as long for `walked`. No public one reads or sets the versions in a
-state (pytorch/pytorch#75287).
+The methods of modules take four times as long for `walked`. No public one reads or sets the
+versions in a state (pytorch/pytorch#75287). ``torch.compile`` tells of no module how it was
+compiled.
 """
 
-from collections.abc import Iterable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-# ruff: noqa: SLF001  # see above
+# ruff: noqa: SLF001  # see above; `queue_callback` can go when pytorch/pytorch#66199 is done
 
-BatchNorm: TypeAlias = _BatchNorm  # the class of them all, which a user may have subclassed
+# As torch.compiler.disable, which imports all of dynamo at once: pytorch/pytorch#104317.
+uncompiled = torch._disable_dynamo
 
 
 def walked(module: nn.Module) -> tuple[list[nn.Module], list[nn.Parameter]]:
@@ -48,3 +51,72 @@ def versions_of(state: Any) -> dict[str, dict[str, Any]]:
 
 def set_versions(state: Any, versions: Mapping[str, Any]) -> None:
     state._metadata = versions
+
+
+def after_backward(
+    outputs: Iterable[Tensor], action: Callable[[], None], *, otherwise: bool = True
+) -> None:
+    """Run `action` at the end of the first backward through any of the outputs of a forward.
+
+    If none of them can have a backward, at once, or not at all.
+    """
+    waiting = [action]
+
+    def begin(_gradient: Tensor) -> None:
+        if waiting:
+            at_end_of_backward(waiting.pop())
+
+    ends = [tensor for tensor in outputs if tensor.requires_grad]
+    for tensor in ends:
+        tensor.register_hook(begin)
+    if not ends and otherwise:
+        action()
+
+
+def at_end_of_backward(action: Callable[[], None]) -> None:
+    """Run `action` when the backward that runs now has ended, after what was queued before."""
+    torch.autograd.Variable._execution_engine.queue_callback(action)  # as DDP itself does
+
+
+def in_backward() -> bool:
+    """Return whether a backward runs, as for a checkpointed part, which runs again in it."""
+    return torch._C._current_graph_task_id() >= 0
+
+
+def fail_past_recompile_limit() -> None:
+    """Fail at dynamo's limit of recompilations, in the whole process; see ``torch._dynamo.config``.
+
+    Past the limit dynamo runs uncompiled what it has not met.
+    """
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+
+
+def is_compiled_in_place(part: nn.Module) -> bool:
+    """Return whether ``part.compile()`` was called."""
+    return part._compiled_call_impl is not None
+
+
+def has_dynamic_sizes(context: Any) -> bool:
+    """Return whether ``torch.compile``, which made this context, may compile for several sizes."""
+    return getattr(context, "_dynamic", None) is not False
+
+
+def synchronised(module: nn.Module) -> list[nn.Module]:
+    """Return the SyncBatchNorms of a module: each forward of one in training is collective."""
+    return [part for part in module.modules() if isinstance(part, nn.SyncBatchNorm)]
+
+
+def check_batch_norms(model: nn.Module) -> None:
+    """Refuse batch norms that would lose what a subclass adds.
+
+    Raises:
+        ValueError: names the first of them.
+    """
+    for name, module in model.named_modules():
+        is_other = isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
+        if is_other and getattr(module.forward, "__func__", None) is not _BatchNorm.forward:
+            raise ValueError(
+                f"`sync_batchnorm` must find batch norms with PyTorch's own forward, to replace "
+                f"it, but `{name or 'model'}` ({type(module).__name__}) has another: put what it "
+                f"adds into a module next to an nn.BatchNorm1d, 2d or 3d"
+            )

@@ -13,11 +13,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pardata.data._batch_parts import tensors_of
 from pardata.data._uneven_shares import uneven_shares
-from pardata.model._autograd import after_backward, at_end_of_backward
 from pardata.model._before import GradientsAside
 from pardata.model._buffers import broadcast
-from pardata.model._compiled import uncompiled
-from pardata.model._modules import name_of, parameters_of
+from pardata.model._modules import (
+    after_backward,
+    at_end_of_backward,
+    name_of,
+    parameters_of,
+    uncompiled,
+)
 from pardata.model._read_through import ReadThrough, refusing_forwards
 from pardata.strategies._ddp_reducer import (
     Parcel,

@@ -21,8 +21,7 @@ from pardata.environment._device import checked_device
 from pardata.environment._logger import get_logger
 from pardata.model._before import GradientsAside
 from pardata.model._buffers import average, broadcast, real_buffers
-from pardata.model._compiled import uncompiled
-from pardata.model._modules import parameters_of
+from pardata.model._modules import parameters_of, uncompiled
 from pardata.model._sharding import forget_step, place, reset_iter_state, shard_again
 from pardata.model._state_dict import load_sharded
 from pardata.model._unwrap import ShardedModule, unwrap

@@ -16,8 +16,7 @@ from pardata.data._microbatches import Microbatches
 from pardata.environment._backend import sequence_number
 from pardata.environment._world import is_alone, world
 from pardata.model._before import GradientsAside, KeptBuffers
-from pardata.model._compiled import uncompiled
-from pardata.model._modules import parameters_of
+from pardata.model._modules import parameters_of, uncompiled
 from pardata.model._sharding import unsharded
 from pardata.model._unwrap import layers
 from pardata.rng._seeds import mix, run_seed

@@ -12,7 +12,7 @@ from pardata._validation import check_bool, check_module
 from pardata.environment._backend import check_supported
 from pardata.environment._device import checked_device
 from pardata.environment._world import require_world, store_client
-from pardata.model._batch_norm import check_batch_norms
+from pardata.model._modules import check_batch_norms
 from pardata.model._unwrap import ShardedModule, is_parallel, layers
 from pardata.store._rank_format import format_rank_table
 from pardata.store._round import require_equal

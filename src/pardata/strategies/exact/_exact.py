@@ -12,8 +12,7 @@ from torch import nn
 
 from pardata._validation import check_int
 from pardata.environment._device import checked_device
-from pardata.model._batch_norm import synchronised
-from pardata.model._modules import versions_of
+from pardata.model._modules import synchronised, versions_of
 from pardata.model._read_through import ReadThrough
 from pardata.model._unwrap import Wrapper, unwrap
 from pardata.store._round import Facts

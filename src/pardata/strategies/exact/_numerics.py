@@ -9,12 +9,12 @@ from torch.nn.grad import conv2d_input, conv2d_weight
 
 from pardata._pytree import sha256_of
 from pardata.environment._device import properties_of, widest_float_dtype
-from pardata.model._compiled import (
+from pardata.model._modules import (
     fail_past_recompile_limit,
     has_dynamic_sizes,
     is_compiled_in_place,
+    walked,
 )
-from pardata.model._modules import walked
 from pardata.model._unwrap import unwrap
 
 # Options of torch.compile that choose kernels by their speed.

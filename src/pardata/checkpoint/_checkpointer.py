@@ -20,7 +20,7 @@ from pardata.checkpoint._snapshot import Snapshot, check_stateful
 from pardata.collectives._all_gather import gather_to_rank_zero
 from pardata.collectives._barrier import rank_zero_call
 from pardata.collectives._comm_errors import explain_comm_errors
-from pardata.environment._backend import new_gloo_group
+from pardata.environment._device import new_gloo_group
 from pardata.environment._logger import get_logger
 from pardata.environment._world import World, require_world, store_client
 from pardata.rng._rng_state import generator_states

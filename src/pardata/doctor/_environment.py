@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from pardata.environment._backend import backend_for
 from pardata.environment._cpu import cgroup_cpu_quota, cpus_per_rank
-from pardata.environment._device import properties_of, undetected_gpus, visible_devices
+from pardata.environment._device import backend_for, properties_of, undetected_gpus, visible_devices
 from pardata.environment._launchers import LaunchInfo, select_launcher
 from pardata.environment._version import __version__
 from pardata.environment._world import World

@@ -16,8 +16,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.utils.data import get_worker_info
 
-from pardata.environment._backend import default_store, supports_device
-from pardata.environment._device import current_device, visible_devices
+from pardata.environment._device import (
+    current_device,
+    default_store,
+    supports_device,
+    visible_devices,
+)
 from pardata.environment._launchers import LaunchInfo, detect_launch, read_ints
 from pardata.environment._logger import get_logger
 from pardata.store._client import StoreClient

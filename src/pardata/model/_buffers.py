@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pardata.environment._backend import broadcast_together
+from pardata.environment._device import broadcast_together
 
 
 def broadcast(tensors: Iterable[Tensor], group: Any = None) -> None:

@@ -17,13 +17,6 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from pardata.environment import _device
-from pardata.environment._backend import (
-    backend_for,
-    check_supported,
-    has_accelerator_backend,
-    has_cpu_backend_beside,
-    new_gloo_group,
-)
 from pardata.environment._cpu import cpus_of_process
 from pardata.environment._launchers import LaunchInfo
 from pardata.environment._world import GroupState, World, existing_world, new_store_client
@@ -73,7 +66,7 @@ def form_group(
             create_on_all_ranks(client, partial(dist.init_process_group, **how))
         cpu_group = None
         if not plan["is_apart"]:
-            cpu_group = create_on_all_ranks(client, partial(new_gloo_group, patience))
+            cpu_group = create_on_all_ranks(client, partial(_device.new_gloo_group, patience))
     except BaseException as error:  # only to clean up: it is raised again
         if launch is not None and dist.is_initialized():
             dist.destroy_process_group()
@@ -120,13 +113,14 @@ def _proposal(
         device, backend = world.device, world.backend
     else:
         device = select_device(launch, device)
-        backend = backend or backend_for(device)
+        backend = backend or _device.backend_for(device)
         if launch.size > 1:
-            check_supported(device, backend)
+            _device.check_supported(device, backend)
     host, gpu, has_one = socket.gethostname(), "", False
     if device in (seen := _device.visible_devices()):
         torch.accelerator.set_device_index(device)
-        if launch is not None and has_accelerator_backend(backend):  # gloo's ranks can share one
+        # The ranks of gloo can share one.
+        if launch is not None and _device.has_accelerator_backend(backend):
             gpu = str(getattr(_device.properties_of(device), "uuid", ""))
             has_one = len(seen) < 2 * launch.local_size
     else:
@@ -159,7 +153,7 @@ def select_device(launch: LaunchInfo, wanted: torch.device | None) -> torch.devi
     """
     seen = _device.visible_devices()
     kind = torch.device(seen[0].type if seen else "cpu")
-    if wanted is None and launch.size > 1 and backend_for(kind) == "gloo":
+    if wanted is None and launch.size > 1 and _device.backend_for(kind) == "gloo":
         return torch.device("cpu")  # because ranks could not send from another kind
     if not seen or wanted not in (None, kind):
         return wanted or kind
@@ -247,5 +241,5 @@ def _checked_proposals(proposals: list[dict[str, Any]]) -> dict[str, Any]:
         # All ranks or none, for those that are bound connect at once; and none if a process has
         # several, over which a model may be spread: a group that is bound takes no other GPU.
         "binds": all(one["has_one"] for one in proposals),
-        "is_apart": len(ways) == 1 or all(has_cpu_backend_beside(*way) for way in ways),
+        "is_apart": len(ways) == 1 or all(_device.has_cpu_backend_beside(*way) for way in ways),
     }

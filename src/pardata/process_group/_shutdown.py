@@ -20,7 +20,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from pardata.collectives._comm_errors import first_failure, report_failure
-from pardata.environment._backend import all_groups
+from pardata.environment._device import all_groups
 from pardata.environment._logger import get_logger
 from pardata.environment._world import GroupState, group_state, is_child, process
 from pardata.store._caller import raise_location

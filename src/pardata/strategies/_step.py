@@ -13,7 +13,7 @@ from torch.amp import GradScaler
 
 from pardata.collectives._forbidden import forbidding_collectives
 from pardata.data._microbatches import Microbatches
-from pardata.environment._backend import sequence_number
+from pardata.environment._device import sequence_number
 from pardata.environment._world import is_alone, world
 from pardata.model._before import GradientsAside, KeptBuffers
 from pardata.model._modules import parameters_of, uncompiled

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pardata._validation import check_bool, check_module
-from pardata.environment._backend import check_supported
-from pardata.environment._device import checked_device
+from pardata.environment._device import check_supported, checked_device
 from pardata.environment._world import require_world, store_client
 from pardata.model._modules import check_batch_norms
 from pardata.model._unwrap import ShardedModule, is_parallel, layers

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from on_ranks import run
 
-from pardata.environment._backend import has_accelerator_backend, new_gloo_group, supports_device
+from pardata.environment._device import has_accelerator_backend, new_gloo_group, supports_device
 
 BACKENDS = [
     (None, False, "cpu"),  # a single process has nobody to send to

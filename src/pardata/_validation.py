@@ -11,7 +11,9 @@ from torch.utils.data import IterableDataset
 
 
 def type_with_article(value: object) -> str:
-    """Return the name of a value's type with its article, for messages: "an int"."""
+    """Return what a value is, for messages: "an int", or for a class "the class int"."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
     name = type(value).__name__
     return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
 
@@ -19,10 +21,7 @@ def type_with_article(value: object) -> str:
 def check_module(model: object) -> None:
     """Refuse what is no module."""
     if not isinstance(model, nn.Module):
-        what = (
-            f"the class {model.__name__}" if isinstance(model, type) else type_with_article(model)
-        )
-        raise TypeError(f"`model` must be a torch.nn.Module, but is {what}")
+        raise TypeError(f"`model` must be a torch.nn.Module, but is {type_with_article(model)}")
 
 
 def check_map_style(dataset: object, otherwise: str) -> None:
@@ -30,12 +29,9 @@ def check_map_style(dataset: object, otherwise: str) -> None:
 
     `otherwise` follows what it must have in the message.
     """
-    if isinstance(dataset, type):
-        raise TypeError(
-            f"`dataset` must be a dataset, but is the class {dataset.__name__}: pass an object"
-        )
     has_both = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    if isinstance(dataset, IterableDataset) or not has_both:  # it inherits `__getitem__`
+    is_stream = isinstance(dataset, IterableDataset)  # it inherits `__getitem__`
+    if isinstance(dataset, type) or is_stream or not has_both:
         raise TypeError(
             f"`dataset` must have `__getitem__` and `__len__`{otherwise}, but is "
             f"{type_with_article(dataset)}: pass a list, or a Dataset with both"

@@ -124,7 +124,7 @@ def _proposal(
             gpu = str(getattr(_device.properties_of(device), "uuid", ""))
             has_one = len(seen) < 2 * launch.local_size
     else:
-        _device.checked_device(device)  # which raises for an accelerator that is not here
+        _device.checked_device(device)  # it raises for an accelerator that is not here
     # Not where a group is there already.
     address = "" if launch is None or os.environ.get("GLOO_SOCKET_IFNAME") else _address_of(host)
     return {

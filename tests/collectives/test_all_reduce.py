@@ -188,7 +188,12 @@ DIFFERENT = [
     (all_reduce_max, [1.0] * 3, [1.0] * 100, "value[99]: number"),
     (all_gather, torch.ones(2), torch.ones(2).double(), "value: rows of torch.float64"),
     (all_gather, torch.ones(1), torch.tensor(1.0), "value: number of torch.float32"),
-    (all_gather, {"a": [(1.0, torch.ones(2))]}, {"a": [(1.0, 2.0)]}, "value['a'][0][1]: number"),
+    (
+        all_gather,
+        {"a": [(1, torch.ones(2))]},
+        {"a": [(1, torch.eye(2))]},
+        "value['a'][0][1]: rowsx2",
+    ),
 ]
 
 
@@ -285,7 +290,8 @@ def _of_mappings():
     own, found = {"cat": world().rank + 1.0, "dog": 2.0}, []
     for make, _ in MAPPINGS:
         value = make(own)
-        total, gathered = all_reduce_sum({"of": value})["of"], all_gather([value])
+        total = all_reduce_sum({"of": value})["of"]
+        gathered = all_gather([make({name: torch.tensor(x) for name, x in own.items()})])
         assert {key: value[key] for key in value.keys()} == own  # noqa: SIM118  # rows, else
         if hasattr(value, "cat"):
             assert (value.cat, total.cat, total.dog) == (own["cat"], total["cat"], total["dog"])
@@ -418,7 +424,7 @@ def test_views_of_any_stride_are_read():
 
 
 def _values(rank):
-    """Return what differs in rows; any part without tensors and numbers is one thing."""
+    """Return what differs in rows; any part without tensors is one thing."""
     return [
         {"rows": torch.full((rank, 2), float(rank)), "none": torch.empty(rank % 2, 0)},
         [torch.arange(3 - rank, dtype=torch.int16), rank, rank / 2, rank == 1],

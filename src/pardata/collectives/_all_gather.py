@@ -1,9 +1,8 @@
-"""Values as they are, of all ranks or of rank 0, to all; what is no tensor or number is pickled."""
+"""Values as they are, of all ranks or of rank 0, to all; what is no tensor is pickled."""
 
 import io
 import math
 from collections.abc import Callable
-from numbers import Integral, Real
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +15,7 @@ from torch.serialization import default_restore_location
 from pardata._pytree import KeyPath, bytes_of, leaves_with_path
 from pardata._validation import check_bool
 from pardata.collectives._comm_errors import explain_comm_errors
-from pardata.collectives._fingerprint import CheckedCollective, number_of, to_python_number
+from pardata.collectives._fingerprint import CheckedCollective, number_of
 from pardata.collectives._forbidden import check_allowed
 from pardata.environment._world import World, cpu_group_and_device, require_world
 from pardata.store._rank_format import format_ranks
@@ -27,12 +26,12 @@ _T = TypeVar("_T")
 def all_gather(value: _T, *, differentiable: bool = False) -> list[_T]:
     """Return the `value` of every rank, in rank order. Collective.
 
-    `value` is a tensor, a number, anything else, or nested dicts, lists and tuples of them. Tensors
-    may differ between ranks in their first dimension (zero rows included) and in nothing else. They
-    keep their dtype and device; numbers become ``int``, ``float`` or ``bool``. `all_gather` pickles
-    any part without tensors and numbers, as a text or a list of texts of any length. Tensors inside
-    other objects come on the CPU. It takes two small collectives and one of all the data, whatever
-    the number of leaves. In a single process it returns ``[value]``, copied.
+    `value` is a tensor, anything else, or nested dicts, lists and tuples of them. Tensors may
+    differ between ranks in their first dimension (zero rows included) and in nothing else. They
+    keep their dtype and device. `all_gather` pickles any part without tensors, as a number, a text
+    or a list of texts of any length. Tensors inside other objects come on the CPU. It takes two
+    small collectives and one of all the data, whatever the number of leaves. In a single process it
+    returns ``[value]``, copied.
 
     Args:
         value: what this rank has.
@@ -56,7 +55,7 @@ def all_gather(value: _T, *, differentiable: bool = False) -> list[_T]:
     def find() -> dict[KeyPath, Any]:
         check_bool("differentiable", differentiable)
         found = leaves_with_path(value, by_text=True, is_leaf=_is_other)
-        return {path: x if _is_other(x) else number_of(x, path) for path, x in found}
+        return {path: number_of(x, path) if isinstance(x, Tensor) else x for path, x in found}
 
     def text(leaf: Any) -> str:
         return _text(leaf) + ", differentiable" * (differentiable and _carries(leaf))
@@ -173,7 +172,8 @@ def _gathered(matching: CheckedCollective, parts: list[Tensor]) -> list[Any]:
     # What each rank brings: the rows of every leaf, then all bytes, padded to the longest.
     rows = [len(part) if part.ndim else 1 for part in parts]
     wide = torch.tensor(rows, dtype=torch.int64, device=matching.device)
-    all_rows: list[list[int]] = _gather(matching, wide).tolist()
+    size = matching.here.size
+    all_rows: list[list[int]] = _stacked(wide, size, matching.group(wide)).tolist()
     row_bytes = [math.prod(part.shape[1:]) * part.element_size() for part in parts]
     sizes = [[n * b for n, b in zip(r, row_bytes, strict=True)] for r in all_rows]
     device = matching.here.device if any(matching.wire_dtypes) else matching.device
@@ -181,8 +181,8 @@ def _gathered(matching: CheckedCollective, parts: list[Tensor]) -> list[Any]:
     flat = [p.reshape(-1).clone(memory_format=torch.contiguous_format) for p in parts]
     own = torch.cat([part.view(torch.uint8).to(device) for part in flat])
     padded = pad(own, (0, max(map(sum, sizes)) - len(own)))
-    sent = zip(_gather(matching, padded), sizes, strict=True)
-    received = [row[: sum(size)].split(size) for row, size in sent]
+    sent = zip(_stacked(padded, size, matching.group(padded)), sizes, strict=True)
+    received = [row[: sum(lengths)].split(lengths) for row, lengths in sent]
     both = zip(zip(*all_rows, strict=True), zip(*received, strict=True), strict=True)
     return [
         [_from_bytes(leaf, part, n, data) for n, data in zip(*column, strict=True)]
@@ -195,46 +195,35 @@ def _carries(leaf: Any) -> bool:
 
 
 def _is_other(value: object) -> bool:
-    """Return whether there is no tensor and no number in it, so that it is pickled as a whole."""
-    return not any(
-        isinstance(to_python_number(leaf), Tensor | Real) for _, leaf in leaves_with_path(value)
-    )
+    """Return whether there is no tensor in it, so that it is pickled as a whole."""
+    return not any(isinstance(leaf, Tensor) for _, leaf in leaves_with_path(value))
 
 
 def _text(leaf: Any) -> str:
-    if _is_other(leaf):
-        return "no tensor or number"
-    part = _as_tensor(leaf)
-    shape = "x".join(["rows", *map(str, part.shape[1:])]) if part.ndim else "number"
-    return f"{shape} of {part.dtype}"
+    if not isinstance(leaf, Tensor):
+        return "no tensor"
+    shape = "x".join(["rows", *map(str, leaf.shape[1:])]) if leaf.ndim else "number"
+    return f"{shape} of {leaf.dtype}"
 
 
 def _as_tensor(leaf: Any) -> Tensor:
     if isinstance(leaf, Tensor):
         return leaf.detach().resolve_neg()  # a lazy minus sign is not in the bytes
-    if _is_other(leaf):
-        return torch.frombuffer(serialize(leaf), dtype=torch.uint8)
-    if isinstance(leaf, Integral):
-        return torch.tensor(leaf if isinstance(leaf, bool) else int(leaf), device="cpu")
-    return torch.tensor(float(leaf), dtype=torch.float64, device="cpu")
+    return torch.frombuffer(serialize(leaf), dtype=torch.uint8)
 
 
 def _from_bytes(leaf: Any, part: Tensor, rows: int, data: Tensor) -> Any:
-    if not isinstance(leaf, Tensor) and _is_other(leaf):
+    if not isinstance(leaf, Tensor):
         return deserialize(bytes_of(data))
     shape = (rows, *part.shape[1:]) if part.ndim else ()
     # A copy: a view may begin where an element of this dtype may not.
-    tensor = data.clone().view(part.dtype).view(shape).to(part.device)
-    return tensor if isinstance(leaf, Tensor) else tensor.item()
-
-
-def _gather(matching: CheckedCollective, flat: Tensor) -> Tensor:
-    """Stack the vectors, of one length, of all ranks."""
-    size = matching.here.size
-    return flat[None] if size == 1 else _stacked(flat, size, matching.group(flat))
+    return data.clone().view(part.dtype).view(shape).to(part.device)
 
 
 def _stacked(flat: Tensor, size: int, group: Any) -> Tensor:
+    """Stack the vectors, of one length, of all ranks."""
+    if size == 1:
+        return flat[None]
     stacked = [torch.empty_like(flat) for _ in range(size)]
     dist.all_gather(stacked, flat, group=group)
     return torch.stack(stacked)

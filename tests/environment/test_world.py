@@ -179,13 +179,13 @@ DESCRIBED = {
     "nothing": ("", {}, [(rank, 4, rank, 4, 0, 1) for rank in range(4)]),
     "torchrun": (
         "",
-        {"LOCAL_RANK": "0120", "LOCAL_WORLD_SIZE": "3331", "GROUP_RANK": "0001"},
-        [(0, 4, 0, 3, 0, 2), (1, 4, 1, 3, 0, 2), (2, 4, 2, 3, 0, 2), (3, 4, 0, 1, 1, 4)],
+        {"LOCAL_RANK": "0120", "LOCAL_WORLD_SIZE": "3331"},
+        [(0, 4, 0, 3, 0, 2), (1, 4, 1, 3, 0, 2), (2, 4, 2, 3, 0, 2), (3, 4, 0, 1, 3, 4)],
     ),
-    "Ray, with its workers in another order": (
+    "Ray": (
         "",
         {"LOCAL_RANK": "0101", "LOCAL_WORLD_SIZE": "2222", "NODE_RANK": "1100"},
-        [(rank, 4, rank % 2, 2, 1 - rank // 2, 2) for rank in range(4)],
+        [(rank, 4, rank % 2, 2, rank // 2, 2) for rank in range(4)],
     ),
     "who adopts asks for the hosts": (
         "aaab",

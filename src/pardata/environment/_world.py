@@ -234,15 +234,13 @@ def existing_world(device: torch.device | None, hosts: Sequence[str] = ()) -> Wo
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     # Ray Train and torchrun say this in addition to the group.
-    env = read_ints(os.environ, ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK"))
+    env = read_ints(os.environ, ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    if local_size := env.get("LOCAL_WORLD_SIZE"):
+        hosts = [str(number // local_size) for number in range(size)]
     hosts = hosts or [""] * size
-    local_rank = env.get("LOCAL_RANK", hosts[:rank].count(hosts[rank]))
-    local_size = env.get("LOCAL_WORLD_SIZE", hosts.count(hosts[rank]))
-    node, nodes = rank // local_size, -(-size // local_size)
-    if "LOCAL_WORLD_SIZE" not in env:
-        names = list(dict.fromkeys(hosts))
-        node, nodes = names.index(hosts[rank]), len(names)
-    node = env.get("GROUP_RANK", env.get("NODE_RANK", node))
+    host, names = hosts[rank], list(dict.fromkeys(hosts))
+    local_rank, local_size = env.get("LOCAL_RANK", hosts[:rank].count(host)), hosts.count(host)
+    node, nodes = names.index(host), len(names)
     parts = dict(part.split(":") for part in dist.get_backend_config().split(","))
     distinct = set(parts.values())
     backend = dist.get_backend_config() if len(distinct) > 1 else distinct.pop()

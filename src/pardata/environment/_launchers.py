@@ -12,7 +12,9 @@ from typing import NamedTuple, TypeAlias
 
 Env: TypeAlias = Mapping[str, str]
 
-TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# Without the address, which users export for other launchers too.
+_OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+TORCHRUN = (*_OF_TORCHRUN, "MASTER_ADDR", "MASTER_PORT")
 OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
 MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _OF_TASK = ("PROCID", "STEP_NUM_TASKS", "LOCALID", "NODEID")
@@ -65,11 +67,6 @@ class Launcher(NamedTuple):
     started: Callable[[Env], bool]
     read: Callable[[Env], LaunchInfo]
 
-    @property
-    def marks(self) -> tuple[str, ...]:
-        """Its variables, without the address alone: users export that for other launchers too."""
-        return tuple(name for name in self.variables if not name.startswith("MASTER_"))
-
 
 def detect_launch(env: Env) -> LaunchInfo:
     """Read the launcher's variables, or return ``SINGLE`` if none started this process.
@@ -97,7 +94,7 @@ def select_launcher(env: Env) -> Launcher | None:
     among = [launcher for launcher in LAUNCHERS if choice in ("auto", launcher.name)]
     found = [launcher for launcher in among if launcher.started(env)]
     if choice == "auto":  # reading refuses a part of torchrun's own
-        among = LAUNCHERS[:1] if any(name in env for name in LAUNCHERS[0].marks) else []
+        among = LAUNCHERS[:1] if any(name in env for name in _OF_TORCHRUN) else []
     return next(iter(found or among), None)
 
 

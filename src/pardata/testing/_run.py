@@ -85,7 +85,7 @@ def _environment(added: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a rank: those of this process, without its launcher's, and more."""
     # A test that inherits the launcher of its runner would join as somebody else's rank. The
     # server's environment is that of its start; a test may have changed its own since.
-    left_out = {*_OWN, *(name for launcher in LAUNCHERS for name in launcher.marks)}
+    left_out = {*_OWN, *(name for launcher in LAUNCHERS for name in launcher.variables)}
     families = tuple(family for launcher in LAUNCHERS for family in launcher.families)
     own = ((n, text) for n, text in os.environ.items() if not n.startswith(families))
     return {**{n: text for n, text in own if n not in left_out}, **added}

@@ -201,21 +201,13 @@ class CheckedCollective:
         return "; ".join(f"{keystr('value', path)}: {kind}" for path, kind in both)
 
 
-def numbers_of(value: object, name: str = "value") -> dict[KeyPath, Any]:
+def numbers_of(value: object) -> dict[KeyPath, Any]:
     """Return the leaves of `value` by their paths, in the same order on every rank.
 
     Raises:
         TypeError: for a leaf that is no number, naming its path, as ``value['loss'][2]``.
     """
-    return {
-        path: number_of(leaf, path, name) for path, leaf in leaves_with_path(value, by_text=True)
-    }
-
-
-def to_python_number(leaf: Any) -> Any:
-    """Return what NumPy calls a scalar as a number of Python: its bool is no Real."""
-    is_scalar = getattr(leaf, "ndim", None) == 0 and hasattr(leaf, "item")
-    return leaf.item() if is_scalar else leaf
+    return {path: number_of(leaf, path) for path, leaf in leaves_with_path(value, by_text=True)}
 
 
 def number_of(leaf: Any, path: KeyPath, name: str = "value") -> Leaf:
@@ -230,7 +222,8 @@ def number_of(leaf: Any, path: KeyPath, name: str = "value") -> Leaf:
         elif not leaf.is_complex():
             return leaf
     else:
-        leaf = to_python_number(leaf)
+        if getattr(leaf, "ndim", None) == 0 and hasattr(leaf, "item"):
+            leaf = leaf.item()  # a scalar of NumPy's, whose bool is no Real
         if isinstance(leaf, Real):
             return leaf  # type: ignore[return-value]  # Real is what numbers have in common
         must, but = "a number or a tensor", f"{reprlib.repr(leaf)} ({type(leaf).__name__})"

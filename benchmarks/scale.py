@@ -47,8 +47,7 @@ from pardata.environment import _world
 from pardata.environment._launchers import LaunchInfo
 from pardata.environment._world import GroupState
 from pardata.process_group import _rendezvous, _shutdown, _tcp_store
-from pardata.process_group._rank_status import rank_status
-from pardata.process_group._watchdog import Watchdog
+from pardata.process_group._watchdog import Watchdog, rank_status
 from pardata.store._client import StoreClient
 from pardata.store._current_op import CurrentOp, OpRecord, current_op
 from pardata.store._round import abort_rounds

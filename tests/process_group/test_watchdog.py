@@ -14,8 +14,7 @@ import torch.distributed as dist
 from launched import launched, slurm_variables
 
 import pardata
-from pardata.process_group._rank_status import RankStatus, status_table
-from pardata.process_group._watchdog import Watchdog
+from pardata.process_group._watchdog import RankStatus, Watchdog, status_table
 from pardata.store._current_op import current_op
 
 

@@ -25,7 +25,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from pardata import Checkpointer, make_loader, world
 from pardata.data._workers import choose_workers
-from pardata.environment._cpu import cpus_per_rank
+from pardata.environment._world import cpus_per_rank
 
 STOPPING, HANGING, ENDING = (
     Path(__file__).parents[1] / name for name in ("stopping.py", "hanging.py", "ending.py")

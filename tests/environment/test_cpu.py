@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from pardata import world
-from pardata.environment import _cpu
-from pardata.environment._cpu import cgroup_cpu_quota, cpus_per_rank
+from pardata.environment import _device, _world
+from pardata.environment._device import cgroup_cpu_quota
+from pardata.environment._world import cpus_per_rank
 
 
 @pytest.fixture
@@ -20,12 +21,12 @@ def machine(monkeypatch):
 
     def pretend(cores, allowed, quota=None, *, sharers=0):
         state = SimpleNamespace(cpu_sharers=sharers) if sharers else None
-        monkeypatch.setattr(_cpu, "group_state", lambda: state)
+        monkeypatch.setattr(_world, "group_state", lambda: state)
         monkeypatch.setattr(os, "cpu_count", lambda: cores)
         monkeypatch.setattr(
             os, "sched_getaffinity", lambda _pid: set(range(allowed)), raising=False
         )
-        monkeypatch.setattr(_cpu, "cgroup_cpu_quota", lambda: quota)
+        monkeypatch.setattr(_device, "cgroup_cpu_quota", lambda: quota)
 
     return pretend
 

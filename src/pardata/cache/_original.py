@@ -15,9 +15,8 @@ from pardata._pytree import bytes_of, content_hash, keystr, leaves_with_path, ma
 from pardata._validation import check_map_style, type_with_article
 from pardata.data._whole_batches import layers
 from pardata.data._workers import choose_workers
-from pardata.environment._cpu import cpus_per_rank
 from pardata.environment._logger import get_logger
-from pardata.environment._world import World
+from pardata.environment._world import World, cpus_per_rank
 from pardata.rng._rng_state import numpy_or_none, seed_generators
 from pardata.rng._seeds import mix
 

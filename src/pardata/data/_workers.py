@@ -13,9 +13,8 @@ from pardata._validation import check_int
 from pardata.data._position import Position
 from pardata.data._whole_batches import is_read_whole, on_cpu, outline
 from pardata.data._worker_processes import started
-from pardata.environment._cpu import cpus_per_rank
 from pardata.environment._device import has_streams
-from pardata.environment._world import World
+from pardata.environment._world import World, cpus_per_rank
 from pardata.rng._seeds import mix
 from pardata.store._remote_error import RemoteError
 

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from pardata.collectives._all_reduce import all_reduce_sum
 from pardata.doctor._environment import Finding
-from pardata.environment._cpu import cpus_per_rank
 from pardata.environment._launchers import LaunchInfo
-from pardata.environment._world import World, store_client
+from pardata.environment._world import World, cpus_per_rank, store_client
 from pardata.process_group._init import init
 from pardata.store._round import exchange
 from pardata.testing._run import run

@@ -12,11 +12,10 @@ from typing import NamedTuple
 
 import torch
 
-from pardata.environment._cpu import cgroup_cpu_quota, cpus_per_rank
-from pardata.environment._device import backend_for, properties_of, undetected_gpus, visible_devices
+from pardata.environment import _device
 from pardata.environment._launchers import LaunchInfo, select_launcher
 from pardata.environment._version import __version__
-from pardata.environment._world import World
+from pardata.environment._world import World, cpus_per_rank
 
 _GIB = 2**30
 _SHARED_MEMORY = "/dev/shm"  # noqa: S108  # where it is, not a temporary file
@@ -61,18 +60,18 @@ def _launcher(launch: LaunchInfo, env: Mapping[str, str]) -> Finding:
 
 
 def _gpus() -> Finding:
-    if (hidden := undetected_gpus()) is not None:
+    if (hidden := _device.undetected_gpus()) is not None:
         return Finding("GPUs", *hidden)
-    if not (seen := visible_devices()):
+    if not (seen := _device.visible_devices()):
         return Finding("GPUs", "none: training runs on the CPU")
-    told = map(properties_of, seen)
+    told = map(_device.properties_of, seen)
     kinds = Counter(f"{gpu.name}, {gpu.total_memory / _GIB:.0f} GiB" for gpu in told)
     found = ", ".join(f"{number} x {kind}" for kind, number in kinds.items())
-    return Finding("GPUs", f"{found}; backend {backend_for(seen[0])}")
+    return Finding("GPUs", f"{found}; backend {_device.backend_for(seen[0])}")
 
 
 def _cores(here: World) -> Finding:
-    allowed, quota = cpus_per_rank(replace(here, local_size=1)), cgroup_cpu_quota()
+    allowed, quota = cpus_per_rank(replace(here, local_size=1)), _device.cgroup_cpu_quota()
     limit = "" if quota is None else f", with a quota of {quota:g}"
     if here.local_size > allowed:
         text = f"{here.local_size} ranks of this host share {allowed}{limit}"

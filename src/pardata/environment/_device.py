@@ -1,8 +1,9 @@
-"""The accelerator, and the backends that send from it. No other file names one."""
+"""The accelerator, the backends that send from it, and CPU cores. No other file names one."""
 
 import os
 import warnings
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -196,3 +197,19 @@ def sequence_number(group: Any) -> int:
     except RuntimeError:
         return 0
     return number
+
+
+def cpus_of_process() -> list[int]:
+    """Return the numbers of the cores to which this process is bound, by default of all."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS and Windows
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def cgroup_cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
+    """Return the cores that this container may use, if it is limited (cgroup version 2 or 1)."""
+    for files in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):
+        with suppress(OSError):
+            limit, period = " ".join((root / file).read_text() for file in files).split()
+            return None if limit in ("max", "-1") else int(limit) / int(period)
+    return None

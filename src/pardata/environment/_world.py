@@ -16,12 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.utils.data import get_worker_info
 
-from pardata.environment._device import (
-    current_device,
-    default_store,
-    supports_device,
-    visible_devices,
-)
+from pardata.environment import _device
 from pardata.environment._launchers import LaunchInfo, detect_launch, read_ints
 from pardata.environment._logger import get_logger
 from pardata.store._client import StoreClient
@@ -220,7 +215,7 @@ def inherits(launch: LaunchInfo) -> str:
 def single_world() -> World:
     """Describe a process that is alone."""
     # A child must not wake the GPU that its parent uses.
-    device = current_device(0) if not is_child() and visible_devices() else _CPU
+    device = _device.current_device(0) if not is_child() and _device.visible_devices() else _CPU
     return World(0, 1, 0, 1, 0, 1, device, None, "single")
 
 
@@ -244,11 +239,12 @@ def existing_world(device: torch.device | None, hosts: Sequence[str] = ()) -> Wo
     parts = dict(part.split(":") for part in dist.get_backend_config().split(","))
     distinct = set(parts.values())
     backend = dist.get_backend_config() if len(distinct) > 1 else distinct.pop()
-    kinds = [kind for kind, name in parts.items() if not supports_device(name, "cpu")]
+    kinds = [kind for kind, name in parts.items() if not _device.supports_device(name, "cpu")]
     device = device or torch.device(*kinds or ["cpu"])
-    if device.index is None and any(device.type == seen.type for seen in visible_devices()):
+    if device.index is None and device.type in {seen.type for seen in _device.visible_devices()}:
         # The one to which the group is bound, else the current one, or the local rank's.
-        device = getattr(dist.group.WORLD, "bound_device_id", None) or current_device(local_rank)
+        bound = getattr(dist.group.WORLD, "bound_device_id", None)
+        device = bound or _device.current_device(local_rank)
     return World(rank, size, local_rank, local_size, node, nodes, device, backend, "existing")
 
 
@@ -257,11 +253,22 @@ def cpu_group_and_device(here: World) -> tuple[Any, torch.device]:
     found = group_state()
     if found is not None and found.cpu_group is not None:
         return found.cpu_group, _CPU
-    return None, _CPU if supports_device(here.backend, "cpu") else here.device
+    return None, _CPU if _device.supports_device(here.backend, "cpu") else here.device
+
+
+def cpus_per_rank(here: World) -> int:
+    """Return the number of cores that this rank may use, at least 1.
+
+    The ranks of a host that are bound to the same cores share them, and all the container's quota.
+    """
+    state, quota = group_state(), _device.cgroup_cpu_quota()
+    sharers = here.local_size if state is None else state.cpu_sharers
+    cpus = len(_device.cpus_of_process()) // sharers
+    return max(1, cpus if quota is None else min(cpus, int(quota / here.local_size)))
 
 
 def new_store_client(timeout: timedelta | None, prefix: str = "pardata") -> StoreClient:
     """Return a client of the default group's store, with torch's timeout if none is given."""
     wait = distributed_c10d.default_pg_timeout if timeout is None else timeout
-    store = dist.PrefixStore(prefix, default_store())
+    store = dist.PrefixStore(prefix, _device.default_store())
     return StoreClient(store, wait, dist.get_rank(), dist.get_world_size())

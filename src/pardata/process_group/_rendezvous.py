@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from pardata.environment import _device
-from pardata.environment._cpu import cpus_of_process
 from pardata.environment._launchers import LaunchInfo
 from pardata.environment._world import GroupState, World, existing_world, new_store_client
 from pardata.process_group._shutdown import count_out, end
@@ -130,7 +129,7 @@ def _proposal(
     return {
         "host": host,
         "address": address,
-        "cpus": cpus_of_process(),
+        "cpus": _device.cpus_of_process(),
         "gpu": gpu,
         "device": str(device),
         "has_one": has_one,

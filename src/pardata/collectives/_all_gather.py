@@ -60,7 +60,7 @@ def all_gather(value: _T, *, differentiable: bool = False) -> list[_T]:
     def text(leaf: Any) -> str:
         return _text(leaf) + ", differentiable" * (differentiable and _carries(leaf))
 
-    matching = CheckedCollective("all_gather", find, text, differentiable=differentiable is True)
+    matching = CheckedCollective("all_gather", find, text)
     parts = matching.capture(lambda: [_as_tensor(leaf) for leaf in matching.leaves], [])
     with explain_comm_errors("all_gather"):
         matching.all_reduce(list)

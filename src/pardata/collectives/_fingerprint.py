@@ -63,9 +63,8 @@ class CheckedCollective:
         describe: Callable[[Any], str],
         *,
         exact: bool = False,
-        differentiable: bool = False,
     ) -> None:
-        check_allowed(call, differentiable=differentiable)
+        check_allowed(call)
         self.here, self._call, self.exact = require_world(call), call, exact
         # Chosen from the world and never from the values: ranks could be of two minds.
         self._group, self.device = cpu_group_and_device(self.here)

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-# Why collectives must not be called, and whether a differentiable one may; "" if all may.
-_forbidden: ContextVar[tuple[str, bool]] = ContextVar("forbidden", default=("", False))
+# Why collectives must not be called, "" if they may.
+_forbidden: ContextVar[str] = ContextVar("forbidden", default="")
 
 _CURE = (
     "return numbers and metrics from `loss_fn`, or let `count` return what a microbatch counts: "
@@ -14,22 +14,16 @@ _CURE = (
 
 
 @contextmanager
-def forbidding_collectives(reason: str, *, allow_differentiable: bool) -> Iterator[None]:
-    """Let the collectives of pardata raise in the block, on every rank.
-
-    Args:
-        reason: why they must not be called.
-        allow_differentiable: except `all_gather` with ``differentiable=True``.
-    """
-    token = _forbidden.set((reason, allow_differentiable))
+def forbidding_collectives(reason: str) -> Iterator[None]:
+    """Let the collectives of pardata raise in the block, on every rank, for that reason."""
+    token = _forbidden.set(reason)
     try:
         yield
     finally:
         _forbidden.reset(token)
 
 
-def check_allowed(call: str, *, differentiable: bool = False) -> None:
+def check_allowed(call: str) -> None:
     """Raise a `RuntimeError` where `call` must not be made."""
-    reason, allows_differentiable = _forbidden.get()
-    if reason and not (differentiable and allows_differentiable):
+    if reason := _forbidden.get():
         raise RuntimeError(f"`{call}` must not be called in {reason}: {_CURE}")

@@ -199,7 +199,7 @@ def _alone(model: nn.Module, loss_fn: LossFn, batch: Any, scaler: GradScaler | N
         positive(0)
     aside = GradientsAside(parameters_of(model))
     with aside, forked_torch_seed(microbatch_seed(batch, first)):
-        with forbidden_in(batch, is_even=True):
+        with forbidden_in(batch):
             returned = loss_fn(model, microbatch)
         if not isinstance(returned, Tensor):
             tally = Tally(known_metrics(model))

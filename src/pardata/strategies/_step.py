@@ -65,17 +65,15 @@ def forward_aside(module: nn.Module, *inputs: Any, **kwargs: Any) -> Any:
         return module(*inputs, **kwargs)
 
 
-def forbidden_in(batch: Any, *, is_even: bool) -> AbstractContextManager[None]:
+def forbidden_in(batch: Any) -> AbstractContextManager[None]:
     """Return the context of `loss_fn`, in which it must not start collectives of pardata.
 
-    Args:
-        batch: what `backward` was given. Of anything but `Microbatches` every rank runs one.
-        is_even: whether every rank runs equally many.
+    `batch` is what `backward` was given. Of anything but `Microbatches` every rank runs one.
     """
     if not isinstance(batch, Microbatches):
         return _NOTHING
     where = "`loss_fn` with Microbatches, which may be unequally many on the ranks"
-    return forbidding_collectives(where, allow_differentiable=is_even)
+    return forbidding_collectives(where)
 
 
 def _unequally_often(microbatches: int, size: int) -> RuntimeError:
@@ -147,7 +145,7 @@ class Step(Replicas):
         # Under FSDP a forward communicates by itself, and all ranks run equally many.
         looks = self.size > 1 and SEEN not in known and not self.equally_many
         others, before = self._others(), sequence_number(self.group) if looks else 0
-        with forbidden_in(self.batch, is_even=is_even):
+        with forbidden_in(self.batch):
             yield
         if looks and others == self._others() and sequence_number(self.group) != before:
             known[_COMMUNICATES] = True

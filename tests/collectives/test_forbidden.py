@@ -10,7 +10,15 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import pardata
-from pardata import all_gather, all_reduce_sum, backward, make_loader, world, wrap_model
+from pardata import (
+    all_gather,
+    all_reduce_sum,
+    backward,
+    make_loader,
+    rank_zero_call,
+    world,
+    wrap_model,
+)
 
 REDUCTIONS = [f"all_reduce_{name}" for name in ("max", "mean", "min", "sum")]
 CALLS = ["all_gather", "broadcast", *REDUCTIONS]
@@ -27,12 +35,13 @@ def losses(loss_fn, microbatch_size, strategy="auto"):
 
 def calling(name, model, batch):
     loss = model(batch[0]).square().mean()
-    getattr(pardata, name)(loss.detach())
+    getattr(pardata, name)(*([] if name == "barrier" else [loss.detach()]))
     return loss
 
 
 def errors(microbatch_size, strategy):
-    found = [str(caught(losses, partial(calling, c), microbatch_size, strategy)) for c in CALLS]
+    calls = CALLS if world().size == 1 else [*CALLS, "barrier"]
+    found = [str(caught(losses, partial(calling, c), microbatch_size, strategy)) for c in calls]
     assert all_reduce_sum(1) == world().size  # the group is usable, and nothing stays forbidden
     return found
 
@@ -42,8 +51,18 @@ def errors(microbatch_size, strategy):
 def test_a_reduction_in_loss_fn_with_microbatches_is_an_error(size, strategy):
     for microbatch_size in (4, 12):
         for found in run(errors, microbatch_size, strategy, world_size=size):
-            for call, error in zip(CALLS, found, strict=True):
-                assert f"`{call}` must not be called in `loss_fn` with Micro" in error
+            calls = [f"`{call}`" for call in CALLS] + ["`barrier()`"] * (size > 1)
+            for call, error in zip(calls, found, strict=True):
+                assert f"{call} must not be called in `loss_fn` with Micro" in error
+
+
+def read_on_rank_0():
+    rows = TensorDataset(torch.arange(12))
+    return rank_zero_call(lambda: len(list(make_loader(rows, 4, distributed=False))))
+
+
+def test_a_loader_that_needs_no_other_rank_may_be_read_while_they_wait():
+    assert run(read_on_rank_0) == [3, 3]
 
 
 def test_without_microbatches_it_is_not():

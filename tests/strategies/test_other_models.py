@@ -268,10 +268,11 @@ def test_inputs_with_gradients_are_fine():
     run(leaves_of_many_kinds, world_size=2)
 
 
-def nested():
+def nested(in_microbatches):
     """Run a step of one model within that of another."""
     one, two = (wrap_model(nn.Linear(4, 3).double(), "ddp") for _ in range(2))
     batch = cut(pieces((3,) * world().size))
+    batch = batch if in_microbatches else batch[0]
 
     def inner(m, b):
         return (m(b[0]) - b[1]).square().mean()
@@ -286,5 +287,7 @@ def nested():
     check_in_sync(two)
 
 
-def test_a_step_within_a_step_is_its_own():
-    run(nested, world_size=2)
+def test_a_step_within_a_step_is_its_own_and_an_error_with_microbatches():
+    run(nested, False, world_size=2)
+    for raised in run(caught, nested, True, world_size=2):
+        assert "`backward` must not be called in `loss_fn` with Microbatches" in raised.text

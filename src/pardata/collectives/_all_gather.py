@@ -16,8 +16,8 @@ from pardata._pytree import KeyPath, bytes_of, leaves_with_path
 from pardata._validation import check_bool
 from pardata.collectives._comm_errors import explain_comm_errors
 from pardata.collectives._fingerprint import CheckedCollective, number_of
-from pardata.collectives._forbidden import check_allowed
 from pardata.environment._world import World, cpu_group_and_device, require_world
+from pardata.store._current_op import check_allowed
 from pardata.store._rank_format import format_ranks
 
 _T = TypeVar("_T")

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from pardata.environment._world import is_alone, store_client
 from pardata.store._caller import call_site
 from pardata.store._client import SERVER, StoreClient, append, set_once
-from pardata.store._current_op import current_op
+from pardata.store._current_op import check_allowed, current_op
 from pardata.store._remote_error import RemoteError, is_peer_failure, is_timeout, mark_secondary
-from pardata.store._round import forbid_in_rank_zero_section, missing_ranks_text
+from pardata.store._round import missing_ranks_text
 
 _FAILURE = "failure"
 _PATIENCE = 2.0  # seconds: after a timeout the ranks fail as far apart as they came
@@ -61,7 +61,7 @@ class explain_comm_errors:  # noqa: N801  # a context manager, as `suppress`
         self._call, self._batch = call, batch
 
     def __enter__(self) -> None:
-        forbid_in_rank_zero_section(self._call)
+        check_allowed(self._call)
         self._before = current_op.push(self._call)
         self._began = time.monotonic()
 

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from pardata._pytree import KeyPath, keystr, leaves_with_path, map_with_path
 from pardata.collectives._comm_errors import explain_comm_errors
-from pardata.collectives._forbidden import check_allowed
 from pardata.environment._device import has_accelerator_backend, widest_float_dtype
 from pardata.environment._world import cpu_group_and_device, require_world, store_client
+from pardata.store._current_op import check_allowed
 from pardata.store._round import exchange, raise_if_different
 
 _T = TypeVar("_T")

@@ -1,5 +1,7 @@
 """The operation that the training thread is in; the watchdog of a stalled run reads it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from threading import get_ident
 from time import monotonic
 from typing import Any, TypeAlias
@@ -16,11 +18,12 @@ class CurrentOp:
     Attributes:
         thread: the one that writes; 0 if nobody reads.
         leads: the call in which this rank works while the others wait for it, "" outside of one.
+        forbids: why no call may be made that needs all ranks, "" if one may.
         record: of the operation.
     """
 
     def __init__(self) -> None:
-        self.thread, self.leads = 0, ""
+        self.thread, self.leads, self.forbids = 0, "", ""
         self.record: OpRecord = ("", 0.0, None)
 
     def begin(self) -> None:
@@ -47,3 +50,19 @@ class CurrentOp:
 
 
 current_op = CurrentOp()
+
+
+@contextmanager
+def forbidding_calls(why: str) -> Iterator[None]:
+    """Let each call that needs all ranks raise in the block; `why` follows its name."""
+    before, current_op.forbids = current_op.forbids, why
+    try:
+        yield
+    finally:
+        current_op.forbids = before
+
+
+def check_allowed(call: str) -> None:
+    """Raise a `RuntimeError` where `call`, which needs all ranks, must not be made."""
+    if current_op.forbids:
+        raise RuntimeError(f"`{call}` {current_op.forbids}")

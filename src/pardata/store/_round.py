@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from pardata.store._caller import call_site
 from pardata.store._client import StoreClient, set_once, texts_of, wait_for
-from pardata.store._current_op import current_op
+from pardata.store._current_op import check_allowed, current_op, forbidding_calls
 from pardata.store._rank_format import format_rank_table, format_ranks
 from pardata.store._remote_error import RemoteError, is_secondary, mark_secondary
 
@@ -59,7 +59,7 @@ def exchange(
     """
     if client.size == 1:
         return decide([json.loads(json.dumps(contribute()))])
-    forbid_in_rank_zero_section(call)
+    check_allowed(call)
     this, value, error = _Round(client, call, decide), None, None
     try:
         value = contribute()
@@ -121,10 +121,15 @@ def lead(client: StoreClient, call: str) -> Iterator[None]:
 
     An exception in the block is the result of that round, so it is raised on every rank at once.
     """
-    forbid_in_rank_zero_section(call)
+    check_allowed(call)
     current_op.leads = section = call.partition("(")[0]
+    why = (
+        f"must be reached by every rank, but the others wait until this rank has done its "
+        f"`{section}`: make the call after it, or before"
+    )
     try:
-        yield
+        with forbidding_calls(why):
+            yield
     except BaseException as error:
         remote = RemoteError.of(error, rank=client.rank, call=section)
         with suppress(Exception):  # the first error says more
@@ -133,15 +138,6 @@ def lead(client: StoreClient, call: str) -> Iterator[None]:
         raise
     finally:
         current_op.leads = ""
-
-
-def forbid_in_rank_zero_section(call: str) -> None:
-    """Raise if this rank works for the others, which wait for it and cannot make `call`."""
-    if current_op.leads:
-        raise RuntimeError(
-            f"`{call}` must be reached by every rank, but the others wait until this rank has done "
-            f"its `{current_op.leads}`: make the call after it, or before"
-        )
 
 
 def abort_rounds(client: StoreClient, text: str, kind: str = "RuntimeError") -> None:

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from pardata.collectives._forbidden import forbidding_collectives
 from pardata.data._microbatches import Microbatches
 from pardata.environment._device import sequence_number
 from pardata.environment._world import is_alone, world
@@ -20,6 +19,7 @@ from pardata.model._modules import parameters_of, uncompiled
 from pardata.model._sharding import unsharded
 from pardata.model._unwrap import layers
 from pardata.rng._seeds import mix, run_seed
+from pardata.store._current_op import forbidding_calls
 from pardata.strategies._forward import leaves_of
 from pardata.strategies._loss_weights import Microbatch, Replicas, Share, started
 from pardata.strategies._step_metrics import Tally
@@ -72,8 +72,11 @@ def forbidden_in(batch: Any) -> AbstractContextManager[None]:
     """
     if not isinstance(batch, Microbatches):
         return _NOTHING
-    where = "`loss_fn` with Microbatches, which may be unequally many on the ranks"
-    return forbidding_collectives(where)
+    return forbidding_calls(
+        "must not be called in `loss_fn` with Microbatches, which may be unequally many on the "
+        "ranks: return numbers and metrics from `loss_fn`, or let `count` return what a microbatch "
+        "counts: backward takes their means over all ranks; or call it before backward"
+    )
 
 
 def _unequally_often(microbatches: int, size: int) -> RuntimeError:

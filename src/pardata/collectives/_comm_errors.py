@@ -22,7 +22,7 @@ from pardata.store._remote_error import RemoteError, is_peer_failure, is_timeout
 from pardata.store._round import missing_ranks_text
 
 _FAILURE = "failure"
-_PATIENCE = 2.0  # seconds: after a timeout the ranks fail as far apart as they came
+_PATIENCE = timedelta(seconds=2)  # after a timeout the ranks fail as far apart as they came
 
 
 def report_failure(client: StoreClient, error: RemoteError) -> RemoteError:
@@ -96,21 +96,13 @@ class explain_comm_errors:  # noqa: N801  # a context manager, as `suppress`
 
 def _diagnosis(client: StoreClient, call: str) -> str:
     """Say which rank failed, or did not come; report that this rank's `call` did."""
-
-    def ranks_in_call(store: dist.Store) -> set[int]:
-        append(store, "reports", json.dumps([client.rank, call]))
-        deadline = time.monotonic() + _PATIENCE
-        while True:
-            calls = dict(map(json.loads, store.get("reports").splitlines()))
-            has_all = len(calls) == client.size
-            if has_all or store.check([_FAILURE]) or time.monotonic() > deadline:
-                return {rank for rank, other in calls.items() if other == call}
-            time.sleep(0.1)
-
-    came = client.request(ranks_in_call, timedelta(seconds=_PATIENCE))
-    if (first := first_failure(client, timedelta(0))) is not None:
+    report = json.dumps([client.rank, call])
+    client.request(lambda store: append(store, "reports", report))
+    if (first := first_failure(client, _PATIENCE)) is not None:
         return f"rank {first.rank} of {client.size} failed first: {first.text}"
-    if missing := [rank for rank in range(client.size) if rank not in came]:
+    reports = client.request(lambda store: store.get("reports")).splitlines()
+    calls = dict(map(json.loads, reports))
+    if missing := [rank for rank in range(client.size) if calls.get(rank) != call]:
         return missing_ranks_text(missing, client.size, "")
     return (
         "they wait for different things in it: give the call the same arguments (`count`), and the "

@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -21,7 +21,7 @@ from pardata.store._caller import call_site
 from pardata.store._client import StoreClient, set_once, texts_of, wait_for
 from pardata.store._current_op import check_allowed, current_op, forbidding_calls
 from pardata.store._rank_format import format_rank_table, format_ranks
-from pardata.store._remote_error import RemoteError, is_secondary, mark_secondary
+from pardata.store._remote_error import RemoteError, is_secondary, mark_secondary, type_and_message
 
 Decide: TypeAlias = Callable[[list[Any]], object]  # gets the values of all ranks, in rank order
 Facts: TypeAlias = Mapping[str, object]
@@ -205,8 +205,8 @@ class _Round:
         """Write this rank's contribution, and the result if it is the last one to arrive."""
         client, failed = self._client, None
         if error is not None:
-            remote = RemoteError.of(error, rank=client.rank, call=self._call)
-            failed = asdict(replace(remote, traceback="", pickled=None))  # the others see a text
+            text, follows = type_and_message(error), is_secondary(error)  # the others see a text
+            failed = asdict(RemoteError(client.rank, self._call, text, is_secondary=follows))
         entry = {"round": self._number, "call": self._call, "value": value, "error": failed}
         store.set(f"at/{client.rank}", json.dumps(entry))
         if store.add(f"count/{self._number}", 1) == client.size:

@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 from torch.utils.data import get_worker_info
 
 from pardata.environment import _device
-from pardata.environment._launchers import LaunchInfo, detect_launch, read_ints
+from pardata.environment._launchers import detect_launch, read_ints
 from pardata.environment._logger import get_logger
 from pardata.store._client import StoreClient
 
@@ -204,12 +204,6 @@ def is_child() -> bool:
     found = process.state
     forked = found is not None and found.pid != os.getpid()
     return forked or get_worker_info() is not None
-
-
-def inherits(launch: LaunchInfo) -> str:
-    """Return the process that joined as `launch`, if this one has only inherited its variables."""
-    pid, _, identity = os.environ.get("PARDATA_JOINED", "").partition(" ")
-    return pid if pid != str(os.getpid()) and identity == launch.launch_id else ""
 
 
 def single_world() -> World:

@@ -12,14 +12,7 @@ import torch.distributed as dist
 from pardata._validation import to_timedelta
 from pardata.environment._launchers import LaunchInfo, detect_launch
 from pardata.environment._logger import get_logger
-from pardata.environment._world import (
-    GroupState,
-    World,
-    current_world,
-    group_state,
-    inherits,
-    is_child,
-)
+from pardata.environment._world import GroupState, World, current_world, group_state, is_child
 from pardata.process_group._malloc import tune_glibc_malloc
 from pardata.process_group._rendezvous import form_group
 from pardata.process_group._shutdown import remember, report_uncaught
@@ -116,7 +109,9 @@ def init(
 
 
 def _check_not_inherited(launch: LaunchInfo) -> None:
-    if launch.size == 1 or not (pid := inherits(launch)):
+    """Refuse the variables of a rank that another process has joined as."""
+    pid, _, identity = os.environ.get("PARDATA_JOINED", "").partition(" ")
+    if launch.size == 1 or identity != launch.launch_id or pid == str(os.getpid()):
         return
     raise RuntimeError(
         f"this process inherited the variables of rank {launch.rank}, as which process {pid} "

@@ -80,7 +80,7 @@ def join_with_gpus(counts, uuid=None, kind="cuda"):
 
 
 NO_GROUPS = {
-    "the same": ([3, 3, 3], "GPU-7", "must have a GPU of its own, but ranks 0, 1, 2 on "),
+    "the same": ([3, 3, 3], "GPU-7", "must have a GPU of its own, but 3 ranks on "),
     "of other kinds": ([2, 0], None, "every rank must pass the same to `init`, but `backend` diff"),
 }
 

@@ -22,7 +22,7 @@ from pardata.environment._world import GroupState, World, existing_world, new_st
 from pardata.process_group._shutdown import count_out, end
 from pardata.process_group._tcp_store import not_met, open_store
 from pardata.store._client import StoreClient, append, wait_for
-from pardata.store._rank_format import format_rank_table, format_ranks, group_ranks_by
+from pardata.store._rank_format import format_rank_table
 from pardata.store._remote_error import summary_line
 from pardata.store._round import abort_rounds, exchange, missing_ranks_text, raise_if_different
 
@@ -224,12 +224,12 @@ def _checked_proposals(proposals: list[dict[str, Any]]) -> dict[str, Any]:
             f"that of the host itself:\n{rows}\nSet GLOO_SOCKET_IFNAME to the name of the network "
             f"interface (`ip -br addr` lists them), or correct /etc/hosts."
         )
-    gpus = ((rank, (one["host"], one["gpu"])) for rank, one in enumerate(proposals))
-    for (host, gpu), ranks in group_ranks_by(gpus).items():
-        if gpu and len(ranks) > 1:
+    gpus = Counter((one["host"], one["gpu"]) for one in proposals if one["gpu"])
+    for (host, _), ranks in gpus.items():
+        if ranks > 1:
             raise RuntimeError(
-                f"every rank must have a GPU of its own, but {format_ranks(ranks)} "
-                f"on {host} share one: start one process per GPU, or pass "
+                f"every rank must have a GPU of its own, but {ranks} ranks on {host} share "
+                f"one: start one process per GPU, or pass "
                 f'`init(backend="gloo")`, which can share (slowly)'
             )
     ways = [(one["backend"], torch.device(one["device"])) for one in proposals]

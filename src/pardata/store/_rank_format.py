@@ -1,10 +1,7 @@
 """Who says what: ranks by number, and one line for each set of ranks that say the same."""
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
-from typing import TypeVar
-
-_Key = TypeVar("_Key", bound=Hashable)
 
 _LONG = 4  # ranks in a row, which are written from the first to the last
 
@@ -18,14 +15,6 @@ def format_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts)}"
 
 
-def group_ranks_by(keys: Iterable[tuple[int, _Key]]) -> dict[_Key, list[int]]:
-    """Return the ranks of each key, from pairs of a rank and its key."""
-    sets: dict[_Key, list[int]] = {}
-    for rank, key in keys:
-        sets.setdefault(key, []).append(rank)
-    return sets
-
-
 def format_rank_table(lines: Sequence[str]) -> str:
     """Return a table of what each rank says, in rank order; the odd one out is easy to see.
 
@@ -33,5 +22,7 @@ def format_rank_table(lines: Sequence[str]) -> str:
       ranks 0, 2: length=10
       rank 1: length=9
     """
-    rows = group_ranks_by(enumerate(lines)).items()
-    return "\n".join(f"  {format_ranks(ranks)}: {line}" for line, ranks in rows)
+    sets: dict[str, list[int]] = {}
+    for rank, line in enumerate(lines):
+        sets.setdefault(line, []).append(rank)
+    return "\n".join(f"  {format_ranks(ranks)}: {line}" for line, ranks in sets.items())

@@ -55,8 +55,6 @@ class explain_comm_errors:  # noqa: N801  # a context manager, as `suppress`
         batch: its epoch and step, if it has them, are in the error.
     """
 
-    __slots__ = ("_batch", "_before", "_began", "_call")
-
     def __init__(self, call: str, batch: object = None) -> None:
         self._call, self._batch = call, batch
 

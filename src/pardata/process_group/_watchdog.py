@@ -138,15 +138,15 @@ class Watchdog(Thread):
         call, since, step = record
         waits = now - since if call or step is not None else 0.0
         if self._began is not None and record is not self._began:
-            over, seconds = f"{self._number}/over", f"{record[1] - self._began[1]:.0f}"
-            self._client.request(lambda store: store.set(over, seconds))
+            over = f"{self._number}/over"
+            self._client.request(lambda store: store.set(over, ""))
             self._began = None
         news = self._news(rank_status(record, frame))
         if self._answered is None:
             if news or waits >= self._after:
                 self._answer(rank_status(record, frame), is_first=not news, record=record)
         elif news:
-            self._end_stall()
+            self._end_stall(self._after + now - self._answered)
         elif not self._has_asked and now - self._answered > self._patience:
             self._log_once()
 
@@ -187,9 +187,7 @@ class Watchdog(Thread):
         known = {rank: RankStatus(*one[1]) for rank, one in found.items() if one[0] == number}
         _log.warning(status_table(known, size))
 
-    def _end_stall(self) -> None:
-        key = f"{self._number}/over"
-        seconds = self._client.request(lambda store: store.get(key)).decode()
+    def _end_stall(self, seconds: float) -> None:
         if self._logs:
-            _log.warning("the run continues after %s s", seconds)
+            _log.warning("the run continues after %.0f s", seconds)
         self._number, self._answered, self._logs = self._number + 1, None, False

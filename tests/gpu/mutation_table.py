@@ -233,7 +233,7 @@ MUTATIONS = {
     ),
     "small numbers travel with gradients, on the GPU": Mutation(
         "environment/_world.py",
-        'return None, _CPU if supports_device(here.backend, "cpu") else here.device',
+        'return None, _CPU if _device.supports_device(here.backend, "cpu") else here.device',
         "return None, here.device",
         f"{RANKS} -k beside_gradients",
     ),

@@ -82,7 +82,7 @@ def die(rank):
 @pytest.mark.parametrize(
     ("job", "says"),
     [
-        ((fail, Unpicklable, 1), "Unpicklable: the reason on rank: 1"),
+        ((fail, Unpicklable, 1), "test_run.Unpicklable: the reason on rank: 1"),
         ((die, 1), "ProcessDied: the process ended with exit code 9, without a word"),
     ],
 )

@@ -111,13 +111,8 @@ def exception_chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def type_and_message(error: BaseException) -> str:
-    """Return type and text of `error`, of a very long text the first 64 KiB."""
-    try:
-        text = str(error).strip()
-    except Exception:  # noqa: BLE001  # user code; the words are those of `traceback`
-        text = "<exception str() failed>"
-    name = type(error).__qualname__
-    return f"{name}: {text[:_MOST]}" if text else name
+    """Return type and text of `error` as Python prints them, of a very long text the beginning."""
+    return "".join(traceback.format_exception_only(error)).strip()[:_MOST]
 
 
 def summary_line(error: BaseException) -> str:

@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> int:
 
 def report(command: str, timeout: float, *, as_json: bool = False) -> int:
     """Print what "env" or "check" finds, on rank 0 and where something fails; return the status."""
-    prints = True
+    prints, fails = True, False
     try:
         launch = detect_launch(os.environ)
         prints = launch.rank == 0
@@ -58,19 +58,19 @@ def report(command: str, timeout: float, *, as_json: bool = False) -> int:
         findings = check(launch, timeout) if is_check else list(environment(launch, os.environ))
     except Exception as error:  # noqa: BLE001  # whatever goes wrong is what is looked for
         text = str(error).partition("\n\n")[0]  # then come stacks
-        findings = [Finding(command, text or type(error).__name__, is_error=True)]
-    fails = any(finding.is_error for finding in findings)
+        findings, fails = [Finding(command, text or type(error).__name__)], True
     if prints or fails:
-        found = {f.name: {"status": f.status, **f._asdict()} for f in findings}
-        print(
-            json.dumps(found, indent=2) if as_json else "\n".join(map(_line, findings)), flush=True
-        )
+        found: dict[str, dict[str, str]] = {}
+        for name, text, cure in findings:
+            status = "error" if fails else "warning" if cure else "ok"
+            found[name] = {"status": status, "text": text, "cure": cure}
+        lines = [_line(name, **row) for name, row in found.items()]
+        print(json.dumps(found, indent=2) if as_json else "\n".join(lines), flush=True)
     return int(fails)
 
 
-def _line(finding: Finding) -> str:
-    cure = f"\n{'':24}cure: {finding.cure}" if finding.cure else ""
-    return f"{finding.status:9}{finding.name:15}{finding.text}{cure}"
+def _line(name: str, status: str, text: str, cure: str) -> str:
+    return f"{status:9}{name:15}{text}" + (f"\n{'':24}cure: {cure}" if cure else "")
 
 
 if __name__ == "__main__":

@@ -29,12 +29,6 @@ class Finding(NamedTuple):
     name: str
     text: str
     cure: str = ""
-    is_error: bool = False
-
-    @property
-    def status(self) -> str:
-        """How bad it is."""
-        return "error" if self.is_error else "warning" if self.cure else "ok"
 
 
 def environment(launch: LaunchInfo, env: Mapping[str, str]) -> Iterator[Finding]:

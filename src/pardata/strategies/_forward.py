@@ -141,14 +141,12 @@ def checked(loss: Any) -> Tensor:
     """Return the loss that `loss_fn` has returned, without dimensions."""
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss.reshape(()) if loss.ndim else loss
-    must, cure = "`loss_fn` must return a tensor of one element", "take the mean over the samples"
+    must = "`loss_fn` must return a tensor of one element"
     if isinstance(loss, Tensor):
-        raise ValueError(f"{must}, but returned one of shape {tuple(loss.shape)}: {cure}")
-    has_loss = hasattr(loss, "loss") or (isinstance(loss, Mapping) and "loss" in loss)
-    cure = "return its `.loss`" if has_loss else f"{cure}, and return it"
-    if isinstance(loss, Mapping) and not has_loss:
-        cure = "let `count` return a number for each of its terms, or return their sum"
+        but = f"returned one of shape {tuple(loss.shape)}: take the mean over the samples"
+        raise ValueError(f"{must}, but {but}")
     raise TypeError(
-        f"{must}, but returned {type_with_article(loss)}: {cure}, or it and metrics: "
-        f"(loss, metrics)"
+        f"{must}, but returned {type_with_article(loss)}: return the mean over the samples (of a "
+        f"model's output its `.loss`), or it and metrics: (loss, metrics); for a dict of terms "
+        f"let `count` return a number for each"
     )

@@ -155,6 +155,11 @@ def _resolved(given: LoaderConfig, here: World, ranks: World) -> ResolvedConfig:
     asked = "cpu" if given.device is None else given.device
     device = here.device if asked == "auto" else checked_device(asked)
     workers, pins = worker_options(given.num_workers, given.options, given.dataset, here, device)
+    reads_all = isinstance(given.dataset, IterableDataset) and not given.sharded
+    if reads_all and workers["num_workers"] > 1:
+        workers["num_workers"] = 1
+        text = "one worker reads %s, because each would read all of it, without sharded=True"
+        _log.info(text, type(given.dataset).__name__, once=True)
     # DataLoader refuses its own options here, while the other ranks listen.
     _check_files(given, DataLoader(given.dataset, **workers))
     return ResolvedConfig(given, here, ranks, plan, device, workers, pins, seed)

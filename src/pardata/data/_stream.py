@@ -24,10 +24,9 @@ _HASHED = (torch.Tensor, str, bytes, int, float, complex, type(None))  # by `con
 class Stream(IterableDataset[Fetched]):
     """An iterable dataset as the loader's workers see it: it yields whole steps.
 
-    Unless the dataset is `sharded`, every rank and every worker reads all of it and keeps its own
-    part. So the samples of a step are the same at every size. Worker *w* of *n* makes the steps
-    *w*, *w* + *n* and so on. A `sharded` one yields, on each rank and worker, samples that no other
-    yields: they are batched as they come.
+    Unless the dataset is `sharded`, every rank reads all of it, here or in one worker, and keeps
+    its own part. So the samples of a step are the same at every size. A `sharded` one yields, on
+    each rank and worker, samples that no other yields: they are batched as they come.
     """
 
     def __init__(self, dataset: Any, collation: Collation, plan: Plan, *, sharded: bool) -> None:
@@ -41,74 +40,48 @@ class Stream(IterableDataset[Fetched]):
         self._state: Any = None
 
     def start_at(self, epoch: int, delivered: int, state: Any) -> None:
-        """Let the next ``iter()`` begin after so many samples of this epoch.
+        """Let the next ``iter()`` begin with this epoch; or within it, if there is a `state`.
 
-        There the dataset had this `state`, if it has any. Only workers that start now get it.
+        The dataset had it after so many samples. Only workers that start now get it.
         """
-        self._start[0], self._start[1] = epoch, delivered
+        self._start[0], self._start[1] = epoch, 0 if state is None else delivered
         self._state = state
 
     def __iter__(self) -> Iterator[Any]:
-        epoch, delivered = self._start.tolist()
-        worker = get_worker_info()
-        if worker is None:
-            yield from self._steps(epoch, delivered, 0, 1)
-            return
         try:
-            yield from self._steps(epoch, delivered, worker.id, worker.num_workers)
-        except Exception as error:  # noqa: BLE001  # as in `Reader`
-            rank = self.plan.rank
+            yield from self._steps(*self._start.tolist())
+        except Exception as error:
+            if get_worker_info() is None:
+                raise
+            rank = self.plan.rank  # as in `Reader`
             yield RemoteError.of(error, rank=rank, call="a worker of the loader")
 
-    def _steps(self, epoch: int, delivered: int, worker: int, workers: int) -> Iterator[Fetched]:
+    def _steps(self, epoch: int, delivered: int) -> Iterator[Fetched]:
+        """Yield the steps after those delivered; of a sharded dataset those of this worker."""
+        plan, rows = self.plan, self.plan.batch_size
+        worker, workers, reader = 0, 1, tuple[int, ...]()
         if self.is_sharded:
-            return self._sharded(epoch, worker, workers)
-        return self._shared(epoch, delivered, worker, workers)
-
-    def _shared(self, epoch: int, delivered: int, worker: int, workers: int) -> Iterator[Fetched]:
-        """Yield a worker's steps of samples that all ranks and workers read."""
-        batch_size = self.plan.batch_size
-        samples, digest = self._after(epoch, delivered)
-        if delivered % batch_size:  # an incomplete batch is the last one
-            # A state that was taken at the end may be that of the next epoch's start.
-            if self._state is None and _next(samples, 1):
-                why = f"it continues there, in the middle of a batch of {batch_size}"
-                raise not_of_this_stream(delivered, why)
+            info = get_worker_info()
+            worker, workers = (info.id, info.num_workers) if info else (0, 1)
+            rows = len(share(plan.batch_size, plan.rank, plan.size))
+            # A worker of its own seed, as the dataset is to yield other samples in each.
+            reader = plan.rank, worker
+        if delivered % rows:  # an incomplete batch is the last one
             return
-        first = delivered // batch_size
-        for number, read in enumerate(self._shares(samples, batch_size), first):
-            digest = digest or content_hash([read[0], read[-1]])
-            if (number - first) % workers == worker:
-                step, runs = self.plan.share_of(len(read), epoch, number)
-                yield self._fetched(step, runs, read, digest)
-
-    def _after(self, epoch: int, delivered: int) -> tuple[Iterator[Any], str]:
-        """Return the samples after those delivered, and the hash of those that were read again."""
-        batch_size = self.plan.batch_size
-        if delivered and self._state is not None:
-            return self._seeded(epoch, batch_size, first=delivered), ""
-        samples = self._seeded(epoch, batch_size)
-        begin = _next(samples, min(delivered, batch_size))
-        read, digest = len(begin), content_hash([begin[0], begin[-1]]) if begin else ""
-        del begin  # what is read again is not kept
-        with kept_generators():
-            read += sum(1 for _ in islice(samples, delivered - read))
-        if read < delivered:
-            raise not_of_this_stream(delivered, f"it ended after {read}")
-        return samples, digest
-
-    def _sharded(self, epoch: int, worker: int, workers: int) -> Iterator[Fetched]:
-        """Yield a worker's steps of samples that it alone reads."""
-        plan = self.plan
-        rows = len(share(plan.batch_size, plan.rank, plan.size))
-        # A worker of its own seed, as the dataset is to yield other samples in each.
-        samples = self._seeded(epoch, rows, plan.rank, worker)
-        steps, digest = count(worker, workers), ""
-        for number, read in zip(steps, self._shares(samples, rows), strict=False):
+        samples, digest = self._seeded(epoch, rows, *reader, first=delivered), ""
+        for number in count(delivered // rows + worker, workers):
+            with kept_generators():
+                read = list(islice(samples, rows))
+            if not read or (len(read) < rows and plan.drop_last):
+                return
             digest = digest or self._beginning(read)
-            # It knows only how many samples the whole step should have.
-            step = GlobalStep(epoch, number, 0, len(read), plan.batch_size)
-            yield self._fetched(step, [range(len(read))], read, digest)
+            if self.is_sharded:
+                # It knows only how many samples the whole step should have.
+                runs = [range(len(read))]
+                step = GlobalStep(epoch, number, 0, len(read), plan.batch_size)
+            else:
+                step, runs = plan.share_of(len(read), epoch, number)
+            yield self._fetched(step, runs, read, digest)
 
     def _beginning(self, read: list[Any]) -> str:
         """Return a hash of the first samples. Objects have none: then it tells ranks apart."""
@@ -117,13 +90,8 @@ class Stream(IterableDataset[Fetched]):
             isinstance(leaf, _HASHED) or hasattr(leaf, "tobytes")
             for _, leaf in leaves_with_path(ends)
         )
-        return content_hash(ends) + ("" if all(has_hash) else f" of rank {self.plan.rank}")
-
-    def _shares(self, samples: Iterator[Any], rows: int) -> Iterator[list[Any]]:
-        """Yield the samples by `rows`, and what is left of them, unless that is dropped."""
-        while read := _next(samples, rows):
-            if len(read) == rows or not self.plan.drop_last:
-                yield read
+        apart = self.is_sharded and not all(has_hash)
+        return content_hash(ends) + (f" of rank {self.plan.rank}" if apart else "")
 
     def _fetched(
         self, step: GlobalStep, runs: list[range], read: list[Any], digest: str
@@ -172,17 +140,3 @@ def _has_state(dataset: Any) -> bool:
         signature(dataset.state_dict).bind()
         return hasattr(dataset, "load_state_dict")
     return False
-
-
-def _next(samples: Iterator[Any], most: int) -> list[Any]:
-    """Return the next `most` samples, or as many as there are."""
-    with kept_generators():
-        return list(islice(samples, most))
-
-
-def not_of_this_stream(delivered: int, why: str) -> ValueError:
-    """Return the error of a loader that is to resume where this stream has no such place."""
-    return ValueError(
-        f"`state` must be of this iterable dataset, but its `delivered` is {delivered} samples, "
-        f"and {why}: pass the dataset that the state was taken of, or look at what was saved"
-    )

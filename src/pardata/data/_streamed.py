@@ -1,4 +1,4 @@
-"""The steps of a stream: alike in every worker, and ending at the same one on every rank."""
+"""The steps of a stream: they begin alike and end at the same one on every rank."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,7 +7,7 @@ from pardata._pytree import content_hash
 from pardata.collectives._fingerprint import CheckedCollective
 from pardata.data._plan import Fetched
 from pardata.data._position import Position
-from pardata.data._stream import Stream, not_of_this_stream
+from pardata.data._stream import Stream
 from pardata.data._workers import Source
 from pardata.environment._world import store_client
 from pardata.store._consensus import raise_if_different
@@ -25,29 +25,34 @@ class Streamed(Source):
     def steps(self, start: Position) -> Iterator[Fetched]:
         """Yield the steps after those delivered. Collective, at each step, if there are ranks."""
         stream: Stream = self.reader
-        batch_size = stream.plan.batch_size
-        first = -(-start.delivered // batch_size)
-        # If streams differ, only reading again shows how much each worker has delivered.
-        again = first if stream.is_sharded else 0
         state = start.state if stream.keeps_place else None
         if state is not None:
             self.renew_workers()
-        stream.start_at(start.epoch, 0 if again else start.delivered, state)
+        stream.start_at(start.epoch, start.delivered, state)
         fetched = self._begun(start.epoch, lambda: iter(stream))
-        if not stream.is_sharded:
-            fetched = _alike(fetched, first)
         # One that resumes from its own state does not begin anew.
         before = None if state is not None else start.digest
         shared = self._together if self._ranks.size > 1 else self._alone
-        fetched = self._some(shared(fetched, before), start)
-        return _after(fetched, again, batch_size) if again else fetched
+        return self._after(shared(fetched, before), start, reads_again=state is None)
 
-    def _some(self, steps: Iterator[Fetched], start: Position) -> Iterator[Fetched]:
-        """Yield the steps of an epoch.
+    def _after(
+        self, steps: Iterator[Fetched], start: Position, *, reads_again: bool
+    ) -> Iterator[Fetched]:
+        """Yield what comes after the steps that have been delivered, if those are read again.
 
         Raises:
-            RuntimeError: there is none, on every rank, although an epoch before had some.
+            ValueError: they have another number of samples.
+            RuntimeError: the epoch has no step, on every rank, although one before had some.
         """
+        number = read = 0
+        while reads_again and read < start.delivered and (passed := next(steps, None)) is not None:
+            number, read = number + 1, read + passed.step.samples
+        if reads_again and read != start.delivered:
+            raise ValueError(
+                f"`state` must be of this iterable dataset, but its `delivered` is "
+                f"{start.delivered} samples, and the first {number} steps have {read}: pass the "
+                f"dataset that the state was taken of, or look at what was saved"
+            )
         is_empty = not start.delivered
         for current in steps:
             is_empty, self._has_yielded = False, True
@@ -134,26 +139,6 @@ class Streamed(Source):
             )
 
 
-def _alike(fetched: Iterator[Fetched], first: int) -> Iterator[Fetched]:
-    """Yield the steps, from number `first` on, of a stream that every worker reads whole.
-
-    Raises:
-        RuntimeError: where workers did not read the same.
-    """
-    digest, most = None, 0
-    for number, current in enumerate(fetched, first):
-        # A short step is a tail, after which nothing follows.
-        follows = digest is None or (current.digest == digest and current.step.samples <= most)
-        if current.step.number != number or not follows:
-            raise RuntimeError(
-                "every worker must read the same samples, but they differ: let the dataset not "
-                "look at get_worker_info(), and draw from the default generators alone, or let it "
-                "split by rank too, and pass sharded=True"
-            )
-        digest, most = current.digest, current.step.samples
-        yield current
-
-
 class _Coming:
     """The next step of this rank, if there is one, or the error that it ended in.
 
@@ -194,12 +179,3 @@ def _none_on(counts: list[int]) -> None:
         f"every rank must have a sample, but there is none at all on {empty} of {len(counts)}: let "
         f"the dataset yield some on each, or pass sharded=False"
     )
-
-
-def _after(fetched: Iterator[Fetched], again: int, batch_size: int) -> Iterator[Fetched]:
-    """Yield what comes after the first `again` steps, which have been delivered."""
-    for count in range(again):
-        if next(fetched, None) is None:  # on every rank: they end together
-            why = f"on some rank it ended after {count} of {again} steps"
-            raise not_of_this_stream(again * batch_size, why)
-    yield from fetched

@@ -15,8 +15,7 @@ from pardata.data._order import Requests
 from pardata.data._placement import Placement
 from pardata.data._position import Recipe
 from pardata.data._reader import Collation, Reader
-from pardata.data._stream import Stream
-from pardata.data._streamed import Streamed
+from pardata.data._stream import Stream, Streamed
 from pardata.data._workers import DataLoaderOptions, Source
 from pardata.environment._logger import get_logger
 from pardata.rng._seeds import default_seed, take_number

@@ -11,14 +11,22 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from pardata._pytree import content_hash, leaves_with_path
+from pardata.collectives._fingerprint import CheckedCollective
 from pardata.data._plan import Fetched, GlobalStep, Plan, share
+from pardata.data._position import Position
 from pardata.data._reader import Collation
+from pardata.data._workers import Source
+from pardata.environment._world import store_client
 from pardata.rng._rng_state import kept_generators, seed_generators
 from pardata.rng._seeds import mix
+from pardata.store._consensus import raise_if_different
+from pardata.store._rank_format import format_ranks
 from pardata.store._remote_error import RemoteError
+from pardata.store._round import exchange
 
 _END = object()
 _HASHED = (torch.Tensor, str, bytes, int, float, complex, type(None))  # by `content_hash`
+_NEXT = "the next step of an IterableDataset"
 
 
 class Stream(IterableDataset[Fetched]):
@@ -30,8 +38,7 @@ class Stream(IterableDataset[Fetched]):
     """
 
     def __init__(self, dataset: Any, collation: Collation, plan: Plan, *, sharded: bool) -> None:
-        self.dataset, self.plan = dataset, plan
-        self.is_sharded = sharded
+        self.dataset, self.plan, self.is_sharded = dataset, plan, sharded
         # Else the state would be another on each rank.
         self.keeps_place = _has_state(dataset) and not sharded
         self.collation = collation
@@ -53,8 +60,7 @@ class Stream(IterableDataset[Fetched]):
         except Exception as error:
             if get_worker_info() is None:
                 raise
-            rank = self.plan.rank  # as in `Reader`
-            yield RemoteError.of(error, rank=rank, call="a worker of the loader")
+            yield RemoteError.of(error, rank=self.plan.rank, call="a worker of the loader")
 
     def _steps(self, epoch: int, delivered: int) -> Iterator[Fetched]:
         """Yield the steps after those delivered; of a sharded dataset those of this worker."""
@@ -140,3 +146,155 @@ def _has_state(dataset: Any) -> bool:
         signature(dataset.state_dict).bind()
         return hasattr(dataset, "load_state_dict")
     return False
+
+
+class Streamed(Source):
+    """The steps of a stream: they end when all ranks are at their end."""
+
+    _has_yielded = False  # in any epoch
+
+    def steps(self, start: Position) -> Iterator[Fetched]:
+        """Yield the steps after those delivered. Collective, at each step, if there are ranks.
+
+        Raises:
+            ValueError: the steps that are read again have another number of samples.
+            RuntimeError: the epoch has no step, on every rank, although one before had some.
+        """
+        stream: Stream = self.reader
+        state = start.state if stream.keeps_place else None
+        if state is not None:
+            self.renew_workers()
+        stream.start_at(start.epoch, start.delivered, state)
+        fetched = self._begun(start.epoch, lambda: iter(stream))
+        # One that resumes from its own state does not begin anew.
+        again, before = (start.delivered, start.digest) if state is None else (0, None)
+        is_alone, number, read = self._ranks.size == 1, 0, 0
+        steps = fetched if is_alone else self._together(fetched, before)
+        for number, current in enumerate(steps, start=1):
+            if is_alone and number == 1:
+                self._compare(current, before)
+            if read == again:
+                self._has_yielded = True
+                yield current
+                continue
+            read += current.step.samples
+            if read > again:
+                break
+        if read != again:
+            raise ValueError(
+                f"`state` must be of this iterable dataset, but its `delivered` is {again} "
+                f"samples, and the first {number} steps have {read}: pass the dataset that the "
+                f"state was taken of, or look at what was saved"
+            )
+        if not (number or start.delivered) and self._has_yielded:
+            kind = type(stream.dataset).__name__
+            raise RuntimeError(
+                f"`dataset` must yield its samples in each epoch, but {kind} yielded none in epoch "
+                f"{start.epoch}, after it had yielded some: let its __iter__ return a new iterator "
+                f"each time, and not one that is used up"
+            )
+
+    def _together(self, steps: Iterator[Fetched], before: str | None) -> Iterator[Fetched]:
+        """Yield this rank's `steps`. If only others have one left, repeat the last without rows.
+
+        Collective: ranks tell each other what they have for the next step while one is computed.
+
+        Raises:
+            RuntimeError: on every rank, where a dataset that all read whole ends at different
+                steps, a rank has nothing at all, or `steps` raises an error.
+        """
+        stream = self.reader
+        last: Any = None  # no step yet
+        coming = _Coming(steps)
+        while True:
+            (fewest, most), (_, any_failed) = coming.counts()
+            is_over = not most or (not fewest and stream.is_sharded and stream.plan.drop_last)
+            if is_over and not any_failed:
+                return
+            is_wrong = last is None and not fewest if stream.is_sharded else fewest != most
+            if any_failed or is_wrong:
+                differ = _none_on if stream.is_sharded else _ended_on
+                exchange(store_client(self._ranks), _NEXT, coming.samples, differ)
+            if last is None and coming.fetched:
+                self._compare(coming.fetched, before)
+            # It has the shape of this rank's last step, without rows. All have a first step.
+            last = coming.fetched or last._replace(step=last.step._replace(rows=0))
+            coming = _Coming(steps)
+            yield last
+
+    def _compare(self, first: Fetched, before: str | None) -> None:
+        """Compare how the stream begins with other ranks, and with how it did before. Collective.
+
+        Raises:
+            RuntimeError: where a dataset that all ranks read whole is not the same on each, or a
+                sharded one is.
+            ValueError: where it is read again, and yields something else.
+        """
+
+        def decide(facts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+            if self.reader.is_sharded:
+                if len(facts) > 1 and all(fact == facts[0] for fact in facts):
+                    raise RuntimeError(
+                        f"each rank must have samples of its own with sharded=True, but all "
+                        f"{len(facts)} begin with the same ones: split by world().rank too, and "
+                        f"not only by worker, or leave out sharded=True"
+                    )
+                return facts
+            cure = (
+                "Let the dataset yield the same samples everywhere, drawing from the default "
+                "generators alone, or pass sharded=True if it splits them by rank and worker."
+            )
+            raise_if_different("make_loader(IterableDataset)", facts, cure)
+            return facts[:1]
+
+        own, call = {"first samples": first.digest}, "iter(loader) of an IterableDataset"
+        digests = exchange(store_client(self._ranks), call, lambda: own, decide)
+        self.digest = content_hash(digests)
+        if before not in (None, self.digest):
+            raise ValueError(
+                f"`dataset` must yield the same samples when read again to resume, but "
+                f"{type(self.reader.dataset).__name__} does not: draw from the default generators "
+                f"alone, or, without `sharded`, give it state_dict() and load_state_dict()"
+            )
+
+
+class _Coming:
+    """The next step of this rank, if there is one, or the error that it ended in.
+
+    While the step before runs, ranks vote on how many samples it has: 0 if there is none.
+    """
+
+    def __init__(self, steps: Iterator[Fetched]) -> None:
+        self.fetched: Fetched | None = None
+        self._error: Exception | None = None
+        try:
+            self.fetched = next(steps, None)
+        except Exception as error:  # noqa: BLE001  # raised again, on every rank
+            self._error = error
+        self._count = 0 if self.fetched is None else self.fetched.step.samples
+        numbers = [self._count, self._error is not None]
+        self.counts = CheckedCollective(_NEXT, dict, str).start_min_max(numbers)
+
+    def samples(self) -> int:
+        """Return how many samples it has, or raise the error."""
+        error, self._error = self._error, None  # it holds frames that hold this
+        if error is not None:
+            raise error
+        return self._count
+
+
+def _ended_on(counts: list[int]) -> None:
+    shorter = [rank for rank, count in enumerate(counts) if count < max(counts)]
+    raise RuntimeError(
+        f"every rank must read the same samples, but they ended on {format_ranks(shorter)} of "
+        f"{len(counts)} before the others: let the dataset yield the same samples everywhere, "
+        f"drawing from the default generators alone, or pass sharded=True if it splits by rank"
+    )
+
+
+def _none_on(counts: list[int]) -> None:
+    empty = format_ranks([rank for rank, count in enumerate(counts) if not count])
+    raise RuntimeError(
+        f"every rank must have a sample, but there is none at all on {empty} of {len(counts)}: let "
+        f"the dataset yield some on each, or pass sharded=False"
+    )

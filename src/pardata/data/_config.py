@@ -236,13 +236,10 @@ def _length_of(given: LoaderConfig) -> int | None:
         return None  # what a rank's part says of itself is not the length of the whole
     try:
         return len(given.dataset)
-    except (TypeError, NotImplementedError) as error:
-        if isinstance(error, TypeError) and isinstance(given.dataset, IterableDataset):
+    except TypeError:
+        if isinstance(given.dataset, IterableDataset):
             return None  # it may have none
-        raise TypeError(
-            f"`dataset` must know its length, but len() of {type(given.dataset).__name__} failed: "
-            f"{error}: let its __len__ return a whole number"
-        ) from error
+        raise
 
 
 def _plan(given: LoaderConfig, ranks: World, *, drop_last: bool) -> Plan:

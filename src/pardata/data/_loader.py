@@ -112,9 +112,6 @@ class Loader:
         []
         """
         check_int("count", count, least=0)
-        return self._epochs(count)
-
-    def _epochs(self, count: int) -> Iterator[int]:
         if 0 < count <= (done := self._bookmark.unused.epoch):
             text = (
                 "epochs(%d) runs nothing, because it counts from the start of the run, and %d are "

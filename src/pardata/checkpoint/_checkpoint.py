@@ -122,10 +122,8 @@ class Checkpoint(NamedTuple):
     def _tell(self, here: World, lost: list[str]) -> None:
         """Log what is restored, and what is not."""
         step, saved = self.manifest["step"], self.manifest["identity"]
-        strategies = [f", {name} under {kind!r}" for name, kind in saved["strategies"].items()]
-        text = "pardata restored step %d of %s, saved by %d process(es)%s with torch %s"
-        details = saved["processes"], "".join(strategies), saved["torch"]
-        _log.info(text, step, self.path.parent, *details)
+        text = "pardata restored step %d of %s, saved by %d process(es) with torch %s"
+        _log.info(text, step, self.path.parent, saved["processes"], saved["torch"])
         if lost:
             text = "pardata restored no %s: each of %d process(es) saved its own, now there are %d"
             names = ", ".join(f"`{name}`" for name in lost)

@@ -228,10 +228,10 @@ def test_streams_that_end_differently_raise_on_every_rank():
             # Of 12, 11 and 10 samples the third batch is short on two; else the second on the last.
             first = "ranks 1, 2" if number == 1 else "rank 2"
             assert str(raised) == (
-                f"RuntimeError: every rank must read the same samples, but they ended on {first} "
-                f"of 3 before the others: let the dataset yield the same samples everywhere, "
-                f"drawing from the default generators alone, or pass sharded=True if it splits by "
-                f"rank"
+                f"RuntimeError: every rank must have samples for this step, but they ended on "
+                f"{first} of 3 before the others: let the dataset yield the same samples "
+                f"everywhere, drawing from the default generators alone, or pass sharded=True if "
+                f"it splits by rank, with some for each"
             )
 
 
@@ -353,9 +353,9 @@ def _nothing():
 def test_a_rank_with_nothing_at_all_raises_on_every_rank():
     for found in run(_nothing, world_size=3):
         for raised, ranks in zip(found, ("rank 1", "ranks 0, 2"), strict=True):
-            assert str(raised) == (
-                f"RuntimeError: every rank must have a sample, but there is none at all on {ranks} "
-                f"of 3: let the dataset yield some on each, or pass sharded=False"
+            assert str(raised).startswith(
+                f"RuntimeError: every rank must have samples for this step, but they ended on "
+                f"{ranks} of 3 before the others: "
             )
 
 

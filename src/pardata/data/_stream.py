@@ -213,8 +213,7 @@ class Streamed(Source):
                 return
             is_wrong = last is None and not fewest if stream.is_sharded else fewest != most
             if any_failed or is_wrong:
-                differ = _none_on if stream.is_sharded else _ended_on
-                exchange(store_client(self._ranks), _NEXT, coming.samples, differ)
+                exchange(store_client(self._ranks), _NEXT, coming.samples, _ended_on)
             if last is None and coming.fetched:
                 self._compare(coming.fetched, before)
             # It has the shape of this rank's last step, without rows. All have a first step.
@@ -284,17 +283,9 @@ class _Coming:
 
 
 def _ended_on(counts: list[int]) -> None:
-    shorter = [rank for rank, count in enumerate(counts) if count < max(counts)]
+    shorter = format_ranks([rank for rank, count in enumerate(counts) if count < max(counts)])
     raise RuntimeError(
-        f"every rank must read the same samples, but they ended on {format_ranks(shorter)} of "
-        f"{len(counts)} before the others: let the dataset yield the same samples everywhere, "
-        f"drawing from the default generators alone, or pass sharded=True if it splits by rank"
-    )
-
-
-def _none_on(counts: list[int]) -> None:
-    empty = format_ranks([rank for rank, count in enumerate(counts) if not count])
-    raise RuntimeError(
-        f"every rank must have a sample, but there is none at all on {empty} of {len(counts)}: let "
-        f"the dataset yield some on each, or pass sharded=False"
+        f"every rank must have samples for this step, but they ended on {shorter} of {len(counts)} "
+        f"before the others: let the dataset yield the same samples everywhere, drawing from the "
+        f"default generators alone, or pass sharded=True if it splits by rank, with some for each"
     )

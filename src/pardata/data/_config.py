@@ -192,11 +192,6 @@ def _check_alone(given: LoaderConfig) -> None:
 def _check_data(given: LoaderConfig) -> None:
     """Raise where the dataset cannot be read, or not in the order that is asked for."""
     dataset, kind = given.dataset, type(given.dataset).__name__
-    if isinstance(dataset, DataLoader):
-        raise TypeError(
-            "`dataset` must be what a DataLoader reads from, but is a DataLoader: pass "
-            "loader.dataset, and its batch_size times the number of ranks"
-        )
     if isinstance(dataset, IterableDataset):
         if given.trains or given.batch_sampler is not None:
             raise ValueError(

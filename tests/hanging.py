@@ -1,7 +1,7 @@
 """A process whose workers hang: STARTS HOW.
 
-HOW is "ends" if the process then ends, with workers that no handler of Python's could end; "waits"
-if it waits to be killed; or "waits for C" if it waits with such workers.
+HOW is "ends" if the process then ends, with workers that no handler of Python's could end; or
+"waits" if it waits to be killed.
 """
 
 import re

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from alike import equal
-from checkpoint_zoo import STRATEGIES, Net, Run, Thing, paths
+from checkpoint_zoo import STRATEGIES, Net, Run, Thing
 from logged import log_of
 from on_ranks import caught, run, run_caught
 from torch import nn
@@ -30,7 +30,6 @@ from pardata import (
     unwrap,
     world,
 )
-from pardata.checkpoint._files import verified
 from pardata.strategies._step import _mixed, microbatch_seed
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -76,8 +75,6 @@ def restore_each(directory):
 def test_every_strategy_at_2_processes_is_restored_under_every_other_at_1_and_3(tmp_path):
     saved = run(save_each, tmp_path, world_size=2)
     for strategy, (_, weights) in saved[0].items():
-        [checkpoint] = paths(tmp_path / strategy)
-        assert verified(checkpoint, 3)["identity"]["strategies"] == {"model": strategy}
         plain = Net()
         plain.load_state_dict(torch.load(bare_weights(tmp_path, strategy), weights_only=True))
         assert fingerprint(plain) == weights

@@ -27,65 +27,63 @@ class Model:
     """Places are pairs; `changes` counts how often where `epochs` begins was changed."""
 
     def __init__(self):
-        self.now = self.next = self.unused = self.told = 0, 0
-        self.runs, self.changes, self.bodies = False, 0, []
-        self.is_left = False
+        self.now = self.next = self.unused = 0, 0
+        self.runs = self.is_left = False
+        self.pin, self.changes = None, 0
 
     @property
     def state(self):
         """In a body an epoch counts as done once its loop was left."""
-        return (self.now[0] + 1, 0) if self.is_left and self.bodies else self.told
+        if self.is_left and self.pin is not None:
+            return self.now[0] + 1, 0
+        return self.now if self.now[0] >= self.unused[0] else self.unused
 
-    def change(self, unused):
-        self.unused, self.changes = unused, self.changes + 1
+    @property
+    def is_set(self):
+        return self.next[0] != self.now[0] + (self.pin is None)
 
     def begin(self):
         """Let a pass be asked for its first batch: only this begins an epoch."""
         self.now, self.runs, self.is_left = self.next, True, False
-        self.told = self.now if self.now[0] >= self.unused[0] else self.told
-        self.done, self.before = self.unused[0], self.changes
-        self.next = self.next if self.bodies else (self.now[0] + 1, 0)
+        self.next = (self.now[0] + 1, 0) if self.pin is None else self.next
 
     def deliver(self):
         self.now = self.now[0], self.now[1] + BATCH
-        self.told = self.now if self.now[0] >= self.done else self.told
 
     def leave_pass(self):
-        self.is_left = self.runs and self.before == self.changes
-        self.runs = False
+        self.is_left, self.runs = self.runs and not self.is_set, False
 
     def finish(self):
         self.runs = False
-        if self.before == self.changes:
-            self.change((self.now[0] + 1, 0))
-            self.next = (self.now[0], 0) if self.bodies else self.unused
-        self.told = self.unused
+        if not self.is_set:
+            self.unused, self.changes = (self.now[0] + 1, 0), self.changes + 1
+            self.next = self.unused if self.pin is None else (self.now[0], 0)
 
-    def go_to(self, where, *, changes=True):
-        if changes or where != self.unused:
-            self.change(where)
-        self.next, self.told, self.is_left = where, self.told if self.runs else where, False
+    def go_to(self, where):
+        self.next = self.unused = where
+        self.is_left, self.now = False, self.now if self.runs else where
 
     def set_epoch(self, epoch):
-        if epoch != self.next[0]:
-            self.go_to((epoch, 0))
-        elif not self.bodies:
-            self.go_to(self.next, changes=False)
+        if self.pin is None or epoch != self.next[0]:
+            self.changes += epoch != self.next[0]
+            self.go_to(self.next if epoch == self.next[0] else (epoch, 0))
 
     def load(self, where):
+        self.runs, self.changes = False, self.changes + 1
         self.go_to(where)
-        self.told, self.now = where, self.now if self.runs else where
 
     def enter(self, count):
         """Return the epoch whose body begins, or None if none is left."""
-        self.go_to(self.unused, changes=False)
-        return self.unused[0] if self.unused[0] < count else None
+        if self.unused[0] >= count:
+            return None
+        self.go_to(self.unused)
+        self.pin = self.changes
+        return self.unused[0]
 
     def leave(self, epoch, changes, *, at_end):
-        self.bodies.pop()
         if at_end and changes == self.changes:
-            self.change((epoch + 1, 0))
-        self.next = self.unused
+            self.unused, self.changes = (epoch + 1, 0), self.changes + 1
+        self.pin, self.next = None, self.unused
 
 
 reference = loader_of(LENGTH, BATCH, shuffle=True)
@@ -94,7 +92,7 @@ epochs = st.integers(0, 2)
 
 
 class Loops(RuleBasedStateMachine):
-    """Drives a loader: at most two passes and two loops of `epochs` are open at a time."""
+    """Drives a loader: at most two passes and one loop of `epochs` are open at a time."""
 
     def __init__(self):
         super().__init__()
@@ -162,16 +160,16 @@ class Loops(RuleBasedStateMachine):
             self.model.leave_pass()
         del left
 
-    @precondition(lambda self: len(self.loops) < 2)
+    @precondition(lambda self: not self.loops)
     @rule(more=epochs)
     def begin_epochs(self, more):
         count = self.model.unused[0] + more
         self.go_on(self.loader.epochs(count), count)
 
     @precondition(lambda self: self.loops)
-    @rule(which=st.integers(0, 1))
-    def end_body(self, which):
-        loop, count, epoch, changes = self.loops.pop(which % len(self.loops))
+    @rule()
+    def end_body(self):
+        loop, count, epoch, changes = self.loops.pop()
         self.model.leave(epoch, changes, at_end=True)
         self.go_on(loop, count)
 
@@ -179,13 +177,12 @@ class Loops(RuleBasedStateMachine):
         epoch = self.model.enter(count)
         assert next(loop, None) == epoch
         if epoch is not None:
-            self.model.bodies.append(epoch)
             self.loops.append((loop, count, epoch, self.model.changes))
 
     @precondition(lambda self: self.loops)
-    @rule(which=st.integers(0, 1), error=st.booleans())
-    def break_epochs(self, which, error):
-        loop, _, epoch, changes = self.loops.pop(which % len(self.loops))
+    @rule(error=st.booleans())
+    def break_epochs(self, error):
+        loop, _, epoch, changes = self.loops.pop()
         if error:
             with pytest.raises(LookupError):
                 loop.throw(LookupError())
@@ -201,6 +198,7 @@ class Loops(RuleBasedStateMachine):
     def load(self, epoch, number):
         at(self.loader, epoch, number * BATCH)
         self.model.load((epoch, number * BATCH))
+        self.newest = None
 
 
 Loops.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)

@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 import zipfile
 from contextlib import contextmanager
@@ -199,38 +198,6 @@ def test_a_worker_that_hangs_ends_when_its_rank_is_killed(starts, tmp_path):
         assert own
         os.kill(job.pid, signal.SIGKILL)  # it alone
         wait_for(lambda: not any(map(lives, own)), 60)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
-@pytest.mark.parametrize("starts", ["fork", pytest.param("spawn", marks=SOAK)])
-def test_a_worker_that_hangs_in_c_ends_whatever_ends_its_rank(starts, name, tmp_path):
-    with started(tmp_path, HANGING, starts, "waits for C") as (job, printed):
-        wait_until_printed("hangs", job, printed)
-        own = descendants(job.pid)
-        assert own
-        os.kill(job.pid, getattr(signal, name))  # it alone
-        wait_for(lambda: not any(map(lives, own)), 10)
-
-
-def _from_a_thread():
-    loader = make_loader(range(8), 4, num_workers=1, persistent_workers=True)
-    first, pids = [], []
-
-    def epoch():
-        first.extend(batch.tolist() for batch in loader)
-        pids.extend(process.pid for process in multiprocessing.active_children())
-
-    thread = threading.Thread(target=epoch)
-    thread.start()
-    thread.join()
-    time.sleep(0.2)  # it is gone by now, and so would a worker be
-    second = [batch.tolist() for batch in loader]
-    return first == second, pids == [p.pid for p in multiprocessing.active_children()]
-
-
-def test_workers_outlive_a_thread_that_began_them():
-    assert run(_from_a_thread, world_size=1, fresh=True) == [(True, True)]
 
 
 @pytest.mark.parametrize("starts", ["fork", *(pytest.param(s, marks=SOAK) for s in STARTS[1:])])

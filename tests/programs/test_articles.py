@@ -176,7 +176,7 @@ def test_cifar10_goes_on_from_a_cache_in_one_process_where_two_had_ended(tmp_pat
     bare.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True), strict=True)
     (second,) = run(program, *common, "--epochs", 2, size=1)
     assert f"restored step {steps}" in second
-    assert "saved by 2 process(es), model under 'ddp'" in second
+    assert "saved by 2 process(es) with torch" in second
     assert "epoch 2/2" in second
     assert "epoch 1/2" not in second
     assert re.search(

@@ -218,7 +218,7 @@ WRONG = {
     "names of microbatches": (one_term, unlike_names, "`count` must return the same names for"),
     "too many names": (one_term, too_many_on_one, "at most 32"),
     "names of ranks": (one_term, unlike_ranks, "every rank must pass the same to `backward`"),
-    "no dict of counts": (one_term, None, "for a dict of terms let `count` return a number for each"),
+    "no dict of counts": (one_term, None, "for a dict of terms let `count` return a number"),
     "no text as a name": (one_term, lambda _: {"": 1}, "`count` must name terms by texts, but"),
     "other terms": (one_term, lambda _: {"it": 1}, "a dict of losses for the names that `count`"),
     "one loss": (weighted, lambda _: {"it": 1}, "['it'], but returned Tensor"),

@@ -16,7 +16,7 @@ from torch.serialization import safe_globals
 from pardata._pytree import KeyPath, is_custom_container, map_with_path
 from pardata.checkpoint import _shards as shards
 from pardata.checkpoint._files import STATE, UnusableError, verified
-from pardata.checkpoint._names import Name, candidates
+from pardata.checkpoint._names import candidates
 from pardata.collectives._barrier import rank_zero_call
 from pardata.environment._logger import get_logger
 from pardata.environment._world import World, store_client
@@ -122,10 +122,8 @@ class Checkpoint(NamedTuple):
     def _tell(self, here: World, lost: list[str]) -> None:
         """Log what is restored, and what is not."""
         step, saved = self.manifest["step"], self.manifest["identity"]
-        strategies = [f", {name} under {kind!r}" for name, kind in saved["strategies"].items()]
-        text = "pardata restored step %d of %s, saved by %d process(es)%s with torch %s"
-        details = saved["processes"], "".join(strategies), saved["torch"]
-        _log.info(text, step, self.path.parent, *details)
+        text = "pardata restored step %d of %s, saved by %d process(es) with torch %s"
+        _log.info(text, step, self.path.parent, saved["processes"], saved["torch"])
         if lost:
             text = "pardata restored no %s: each of %d process(es) saved its own, now there are %d"
             names = ", ".join(f"`{name}`" for name in lost)
@@ -159,23 +157,20 @@ def newest(here: World, directory: Path, at: int | None) -> Checkpoint | None:
         RuntimeError: if there are checkpoints and none is complete, or if not all ranks see what
             rank 0 sees.
     """
-    passed_over: dict[Name, str] = {}
-    while there := rank_zero_call(candidates, directory, at):
-        if there == [*passed_over]:  # else one was added or removed meanwhile
-            those = "checkpoints" if at is None else f"checkpoints of step {at}"
-            listed = "".join(f"\n  {name}: {why}" for name, why in passed_over.items())
-            raise RuntimeError(
-                f"one of the {those} in {directory} must be complete, but none is:{listed}\n"
-                f"Put a copy back, or remove them to begin anew"
-            )
-        passed_over = {}
-        for name in there:
-            path = directory / str(name)
-            found = _looked_at(here, path, name.step)
-            if isinstance(found, Checkpoint):
-                return found
-            passed_over[name] = found
-            _log.warning("checkpoint %s was skipped because %s", path, found, ranks=[0])
+    skipped = ""
+    for name in rank_zero_call(candidates, directory, at):
+        path = directory / str(name)
+        found = _looked_at(here, path, name.step)
+        if isinstance(found, Checkpoint):
+            return found
+        skipped += f"\n  {name}: {found}"
+        _log.warning("checkpoint %s was skipped because %s", path, found, ranks=[0])
+    if skipped:
+        those = "checkpoints" if at is None else f"checkpoints of step {at}"
+        raise RuntimeError(
+            f"one of the {those} in {directory} must be complete, but none is:{skipped}\n"
+            f"Put a copy back, or remove them to begin anew"
+        )
     return None
 
 

@@ -7,7 +7,7 @@ from math import isnan
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pardata._validation import check_int
+from pardata._validation import check_int, check_text
 from pardata.checkpoint._files import UnusableError, read_manifest
 
 
@@ -71,11 +71,7 @@ class Retention:
     def __init__(self, keep: int, keep_every: int | None, keep_best: str | None) -> None:
         check_int("keep", keep, least=1)
         check_int("keep_every", 1 if keep_every is None else keep_every, least=1)
-        if keep_best is not None and not (isinstance(keep_best, str) and keep_best.strip("-")):
-            raise TypeError(
-                f"`keep_best` must name a value that is saved, but is {keep_best!r}: pass a text, "
-                f"as 'accuracy', or '-loss' if less is better"
-            )
+        check_text("keep_best", keep_best or "")
         self._keep = keep
         self._keep_every = keep_every
         self._by = keep_best and keep_best.removeprefix("-")

@@ -45,7 +45,6 @@ class Snapshot:
         self.parts: dict[KeyPath, Tensor] = {}
         self.texts: dict[str, str] = {}
         both = {**objects, **per_rank}
-        strategies = {n: strategy_of(o) for n, o in both.items() if isinstance(o, nn.Module)}
         values = [name for name, thing in both.items() if not _is_stateful(thing)]
         replicas = nn.Module, torch.optim.Optimizer
         same = objects if here.size > 1 else {}
@@ -53,9 +52,10 @@ class Snapshot:
         self.trees, copies = dict[str, Any](), Copies()
         for name, thing in both.items():
             state = thing
-            if name not in values:
-                under = strategies.get(name)
-                state = under.state_dict(thing) if under else thing.state_dict()
+            if isinstance(thing, nn.Module):
+                state = strategy_of(thing).state_dict(thing)
+            elif name not in values:
+                state = thing.state_dict()
             is_copied = copy and (here.is_main or name in per_rank)
             with torch.no_grad():  # a copy has no history
                 make = copies.of if is_copied else _plain_tensor
@@ -74,7 +74,6 @@ class Snapshot:
                 "pardata": __version__,
                 "torch": str(torch.__version__),
                 "processes": here.size,
-                "strategies": {name: under.name for name, under in strategies.items()},
             },
         }
 

@@ -11,7 +11,7 @@ from pardata._validation import check_bool, check_int, check_map_style
 from pardata.data._held_objects import listed_samples, open_files
 from pardata.data._order import length_of
 from pardata.data._plan import Plan, share
-from pardata.data._uneven_shares import uneven_shares
+from pardata.data._sample_count import uneven_shares
 from pardata.data._worker_processes import start_method
 from pardata.data._workers import DataLoaderOptions, worker_options
 from pardata.environment._device import checked_device
@@ -154,6 +154,11 @@ def _resolved(given: LoaderConfig, here: World, ranks: World) -> ResolvedConfig:
     asked = "cpu" if given.device is None else given.device
     device = here.device if asked == "auto" else checked_device(asked)
     workers, pins = worker_options(given.num_workers, given.options, given.dataset, here, device)
+    reads_all = isinstance(given.dataset, IterableDataset) and not given.sharded
+    if reads_all and workers["num_workers"] > 1:
+        workers["num_workers"] = 1
+        text = "one worker reads %s, because each would read all of it, without sharded=True"
+        _log.info(text, type(given.dataset).__name__, once=True)
     # DataLoader refuses its own options here, while the other ranks listen.
     _check_files(given, DataLoader(given.dataset, **workers))
     return ResolvedConfig(given, here, ranks, plan, device, workers, pins, seed)
@@ -186,11 +191,6 @@ def _check_alone(given: LoaderConfig) -> None:
 def _check_data(given: LoaderConfig) -> None:
     """Raise where the dataset cannot be read, or not in the order that is asked for."""
     dataset, kind = given.dataset, type(given.dataset).__name__
-    if isinstance(dataset, DataLoader):
-        raise TypeError(
-            "`dataset` must be what a DataLoader reads from, but is a DataLoader: pass "
-            "loader.dataset, and its batch_size times the number of ranks"
-        )
     if isinstance(dataset, IterableDataset):
         if given.trains or given.batch_sampler is not None:
             raise ValueError(
@@ -230,13 +230,10 @@ def _length_of(given: LoaderConfig) -> int | None:
         return None  # what a rank's part says of itself is not the length of the whole
     try:
         return len(given.dataset)
-    except (TypeError, NotImplementedError) as error:
-        if isinstance(error, TypeError) and isinstance(given.dataset, IterableDataset):
+    except TypeError:
+        if isinstance(given.dataset, IterableDataset):
             return None  # it may have none
-        raise TypeError(
-            f"`dataset` must know its length, but len() of {type(given.dataset).__name__} failed: "
-            f"{error}: let its __len__ return a whole number"
-        ) from error
+        raise
 
 
 def _plan(given: LoaderConfig, ranks: World, *, drop_last: bool) -> Plan:

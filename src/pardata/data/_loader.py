@@ -112,20 +112,13 @@ class Loader:
         []
         """
         check_int("count", count, least=0)
-        return self._epochs(count)
-
-    def _epochs(self, count: int) -> Iterator[int]:
         if 0 < count <= (done := self._bookmark.unused.epoch):
             text = (
                 "epochs(%d) runs nothing, because it counts from the start of the run, and %d are "
                 "done: pass a larger number, or loop over range(%d)"
             )
             _log.warning(text, count, done, count, ranks=[0], once=True)
-        while True:
-            start = self._bookmark.unused
-            self._bookmark.go_to(start)
-            if start.epoch >= count:
-                return
+        while (start := self._bookmark.unused).epoch < count:
             with self._bookmark.held(start):
                 yield start.epoch
 
@@ -156,7 +149,8 @@ class Loader:
         """Let the next ``iter()`` resume where `state` was taken, at any world size and at once.
 
         It yields the rest of that epoch: the samples not yet delivered, in the same global batches.
-        ``len()`` stays that of a whole epoch. The loader reads an ``IterableDataset`` again up to
+        ``len()`` stays that of a whole epoch. A loop that runs over the loader ends with an error
+        if it asks for another batch. The loader reads an ``IterableDataset`` again up to
         there. If that ends before, the ``iter()`` raises a ValueError. Not collective.
 
         Another batch size or microbatch size begins at the next sample, and a line says so. For an

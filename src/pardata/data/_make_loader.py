@@ -15,8 +15,7 @@ from pardata.data._order import Requests
 from pardata.data._placement import Placement
 from pardata.data._position import Recipe
 from pardata.data._reader import Collation, Reader
-from pardata.data._stream import Stream
-from pardata.data._streamed import Streamed
+from pardata.data._stream import Stream, Streamed
 from pardata.data._workers import DataLoaderOptions, Source
 from pardata.environment._logger import get_logger
 from pardata.rng._seeds import default_seed, take_number
@@ -65,8 +64,9 @@ def make_loader(
 
     Args:
         dataset: map-style, with ``__getitem__`` and ``__len__``, or an ``IterableDataset``. Every
-            rank and worker reads all of that, and keeps its own part (but see `sharded`). The
-            loader calls its ``set_epoch``, if it has one, in each process that reads it.
+            rank reads all of that, in one worker at most, and keeps its own part (but see
+            `sharded`). The loader calls its ``set_epoch``, if it has one, in each process that
+            reads it.
         batch_size: samples of one optimizer step, over all ranks. Required, unless there is a
             `batch_sampler`.
         distributed: ``"auto"`` shares the samples out in a world larger than one. ``True`` requires

@@ -34,12 +34,10 @@ class Pass:
     """One pass through an epoch, or through the rest of it.
 
     Attributes:
-        unused: that of the bookmark when it began.
         is_running: whether it has begun, and the loop may ask for another batch.
         is_left: whether the loop over it was left before its end.
     """
 
-    unused: Position
     is_running: bool = False
     is_left: bool = False
 
@@ -54,9 +52,9 @@ class Bookmark:
     """
 
     def __init__(self) -> None:
-        self.now = self.next = self.unused = self._state = Position(0)
-        self._newest = Pass(self.unused)
-        self._bodies = 0  # bodies of `epochs` that are run: there each pass is through its epoch
+        self.now = self.next = self.unused = Position(0)
+        self._newest = Pass()
+        self._pin: Position | None = None  # in a body of `epochs`: where it began
 
     @property
     def epoch(self) -> int:
@@ -69,61 +67,60 @@ class Bookmark:
 
         Not while an exception is handled, which may have ended that loop.
         """
-        return self._newest.is_left and self._bodies > 0 and sys.exc_info()[0] is None
+        return self._newest.is_left and self._pin is not None and sys.exc_info()[0] is None
 
     @property
     def state(self) -> Position:
         """What `state_dict` tells."""
-        return Position(self.now.epoch + 1) if self.counts_as_done else self._state
+        if self.counts_as_done:
+            return Position(self.now.epoch + 1)
+        # A second pass in one body of `epochs` changes nothing: its epoch is done.
+        return self.now if self.now.epoch >= self.unused.epoch else self.unused
+
+    @property
+    def _is_set(self) -> bool:
+        """Whether another epoch was set while the newest pass was running."""
+        return self.next.epoch != self.now.epoch + (self._pin is None)
 
     def begin(self) -> Pass:
         """Begin the next epoch, or what is left of the one that was resumed."""
-        self.now, self._newest = self.next, Pass(self.unused)
-        if self.now.epoch >= self.unused.epoch:
-            self._state = self.now
+        self.now, self._newest = self.next, Pass()
         return self._newest
 
     def use_up(self, begun: Pass) -> None:
         """Let the next pass begin in the next epoch, as this one can be read."""
         begun.is_running = True
-        if not self._bodies:
+        if self._pin is None:
             self.next = Position(self.now.epoch + 1)
 
     def check(self, begun: Pass) -> None:
         """Raise if a newer pass has begun: two would read from the same workers."""
         if begun is not self._newest:
             raise RuntimeError(
-                "a loader must run one epoch at a time, but a newer iter() has begun: make another"
+                "a loader must run one epoch at a time, but a newer iter() has begun, or a state "
+                "was loaded: call iter() again, or make another loader"
             )
 
     def delivered(self, begun: Pass, samples: int, digest: str | None, state: Any) -> None:
-        """Count the samples of a step as delivered.
-
-        In an epoch that was done before, as in a second pass in one body of `epochs`, what
-        `state_dict` tells stays its end.
-        """
+        """Count the samples of a step as delivered."""
         self.check(begun)  # again, because another thread may have begun a pass
-        epoch, count, *_ = self.now
-        self.now = Position(epoch, count + samples, digest, state)
-        if epoch >= begun.unused.epoch:
-            self._state = self.now
+        self.now = Position(self.now.epoch, self.now.delivered + samples, digest, state)
 
     def finished(self, begun: Pass) -> None:
         """Count the epoch as done."""
         self.check(begun)
-        if self.unused is begun.unused:  # else a state was loaded meanwhile, or an epoch set
+        if not self._is_set:
             self.unused = Position(self.now.epoch + 1)
-            self.next = Position(self.now.epoch) if self._bodies else self.unused
-        self._state = self.unused
+            self.next = self.unused if self._pin is None else Position(self.now.epoch)
 
     def left(self, begun: Pass) -> None:
         """Take down that the loop over this pass was left."""
-        begun.is_left = self.unused is begun.unused  # else a state was loaded, or an epoch set
+        begun.is_left = not self._is_set
 
     def set_epoch(self, epoch: int) -> None:
         """Begin the next pass in this epoch; the rest of one that was resumed stays its rest."""
         is_there = epoch == self.next.epoch
-        if not (is_there and self._bodies):  # `epochs` has set it already
+        if self._pin is None or not is_there:  # `epochs` has set it already
             self.go_to(self.next if is_there else Position(epoch))
 
     def go_to(self, start: Position) -> None:
@@ -131,26 +128,26 @@ class Bookmark:
         self.next = self.unused = start
         self._newest.is_left = False
         if not self._newest.is_running:
-            self._state = start
+            self.now = start
 
     def resume_at(self, start: Position) -> None:
-        """Begin the next pass there; what came before it has been delivered."""
+        """Begin the next pass there: what came before it has been delivered. End one that runs."""
+        self._newest = Pass()
         self.go_to(start)
-        self._state = start
-        if not self._newest.is_running:
-            self.now = start
 
     @contextmanager
     def held(self, start: Position) -> Iterator[None]:
         """Begin each pass in this block at `start`, and after its end the next epoch."""
-        self._bodies += 1
+        self.go_to(start)
+        self._pin = start
         try:
             yield
             # Else it ran to its end, or the body has loaded a state or set an epoch.
             if self.unused is start:
                 self.unused = Position(start.epoch + 1)
         finally:
-            self._bodies -= 1
+            if self._pin is start:  # else another loop has begun: of an error, say, in a notebook
+                self._pin = None
             self.next = self.unused
 
 

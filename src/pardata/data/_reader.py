@@ -146,13 +146,10 @@ class Reader(Dataset[Any]):
         of_epoch = mix(self.collation.seed, epoch)
         seeds = [mix(of_epoch, place) for place in places] if seeded else places
         get, samples = self.dataset.__getitem__, list[Any]()
-        try:
-            for index, seed in zip(indices, seeds, strict=True):
-                for generator in seeded:
-                    generator.seed(seed)
-                samples.append(get(index))
-        except Exception as error:  # user code: whatever it raises
-            raise self._unread(indices[len(samples)], error) from error
+        for index, seed in zip(indices, seeds, strict=True):
+            for generator in seeded:
+                generator.seed(seed)
+            samples.append(self._got(get, index))
         return samples
 
     def _got(self, get: Callable[[Any], Any], indices: Any) -> Any:
@@ -160,11 +157,9 @@ class Reader(Dataset[Any]):
         try:
             return get(indices)
         except Exception as error:  # user code: whatever it raises
-            raise self._unread(as_list(indices), error) from error
-
-    def _unread(self, index: Any, error: Exception) -> RuntimeError:
-        what = f"{'samples' if isinstance(index, list) else 'sample'} {index} could not be read"
-        return self.collation.failed(what, error)
+            index = as_list(indices)
+            what = f"{'samples' if isinstance(index, list) else 'sample'} {index} could not be read"
+            raise self.collation.failed(what, error) from error
 
 
 @cache

@@ -1,10 +1,14 @@
-"""How many samples a batch has: what a loader has read for it, else its rows, or its items."""
+"""How many samples a batch has: what a loader has read for it, else its rows, or its items.
+
+And a warning where the gradients of uneven shares are averaged as if they were even.
+"""
 
 import weakref
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
@@ -168,3 +172,25 @@ def _are_alike(items: Iterable[Any]) -> bool:
     """Whether `items` may be the same field of several samples."""
     kinds = {(item.dtype, item.ndim) if isinstance(item, Tensor) else type(item) for item in items}
     return len(kinds) == 1
+
+
+class UnevenShares:
+    """The batch size of a training loader whose shares are uneven; 0 if nobody is to be warned."""
+
+    batch_size = 0
+
+    def warn(self) -> None:
+        """Say once that a training forward outside of `backward` does not weight them."""
+        if not self.batch_size:
+            return
+        batch_size, self.batch_size = self.batch_size, 0
+        ranks = dist.get_world_size()
+        text = (
+            f"`batch_size` {batch_size} leaves {ranks} ranks shares that differ by one sample, and "
+            f"a loss.backward() takes the plain mean of their gradients: call `pardata.backward`, "
+            f"which weights them, choose a multiple of {ranks}, or weight the loss yourself"
+        )
+        _log.warning(text, ranks=[0], once=True)
+
+
+uneven_shares = UnevenShares()

@@ -11,28 +11,33 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from pardata._pytree import content_hash, leaves_with_path
+from pardata.collectives._fingerprint import CheckedCollective
 from pardata.data._plan import Fetched, GlobalStep, Plan, share
+from pardata.data._position import Position
 from pardata.data._reader import Collation
+from pardata.data._workers import Source
+from pardata.environment._world import store_client
 from pardata.rng._rng_state import kept_generators, seed_generators
 from pardata.rng._seeds import mix
+from pardata.store._rank_format import format_ranks
 from pardata.store._remote_error import RemoteError
+from pardata.store._round import exchange, raise_if_different
 
 _END = object()
 _HASHED = (torch.Tensor, str, bytes, int, float, complex, type(None))  # by `content_hash`
+_NEXT = "the next step of an IterableDataset"
 
 
 class Stream(IterableDataset[Fetched]):
     """An iterable dataset as the loader's workers see it: it yields whole steps.
 
-    Unless the dataset is `sharded`, every rank and every worker reads all of it and keeps its own
-    part. So the samples of a step are the same at every size. Worker *w* of *n* makes the steps
-    *w*, *w* + *n* and so on. A `sharded` one yields, on each rank and worker, samples that no other
-    yields: they are batched as they come.
+    Unless the dataset is `sharded`, every rank reads all of it, here or in one worker, and keeps
+    its own part. So the samples of a step are the same at every size. A `sharded` one yields, on
+    each rank and worker, samples that no other yields: they are batched as they come.
     """
 
     def __init__(self, dataset: Any, collation: Collation, plan: Plan, *, sharded: bool) -> None:
-        self.dataset, self.plan = dataset, plan
-        self.is_sharded = sharded
+        self.dataset, self.plan, self.is_sharded = dataset, plan, sharded
         # Else the state would be another on each rank.
         self.keeps_place = _has_state(dataset) and not sharded
         self.collation = collation
@@ -41,74 +46,47 @@ class Stream(IterableDataset[Fetched]):
         self._state: Any = None
 
     def start_at(self, epoch: int, delivered: int, state: Any) -> None:
-        """Let the next ``iter()`` begin after so many samples of this epoch.
+        """Let the next ``iter()`` begin with this epoch; or within it, if there is a `state`.
 
-        There the dataset had this `state`, if it has any. Only workers that start now get it.
+        The dataset had it after so many samples. Only workers that start now get it.
         """
-        self._start[0], self._start[1] = epoch, delivered
+        self._start[0], self._start[1] = epoch, 0 if state is None else delivered
         self._state = state
 
     def __iter__(self) -> Iterator[Any]:
-        epoch, delivered = self._start.tolist()
-        worker = get_worker_info()
-        if worker is None:
-            yield from self._steps(epoch, delivered, 0, 1)
-            return
         try:
-            yield from self._steps(epoch, delivered, worker.id, worker.num_workers)
-        except Exception as error:  # noqa: BLE001  # as in `Reader`
-            rank = self.plan.rank
-            yield RemoteError.of(error, rank=rank, call="a worker of the loader")
+            yield from self._steps(*self._start.tolist())
+        except Exception as error:
+            if get_worker_info() is None:
+                raise
+            yield RemoteError.of(error, rank=self.plan.rank, call="a worker of the loader")
 
-    def _steps(self, epoch: int, delivered: int, worker: int, workers: int) -> Iterator[Fetched]:
+    def _steps(self, epoch: int, delivered: int) -> Iterator[Fetched]:
+        """Yield the steps after those delivered; of a sharded dataset those of this worker."""
+        plan, rows = self.plan, self.plan.batch_size
+        worker, workers, reader = 0, 1, tuple[int, ...]()
         if self.is_sharded:
-            return self._sharded(epoch, worker, workers)
-        return self._shared(epoch, delivered, worker, workers)
-
-    def _shared(self, epoch: int, delivered: int, worker: int, workers: int) -> Iterator[Fetched]:
-        """Yield a worker's steps of samples that all ranks and workers read."""
-        batch_size = self.plan.batch_size
-        samples, digest = self._after(epoch, delivered)
-        if delivered % batch_size:  # an incomplete batch is the last one
-            # A state that was taken at the end may be that of the next epoch's start.
-            if self._state is None and _next(samples, 1):
-                why = f"it continues there, in the middle of a batch of {batch_size}"
-                raise not_of_this_stream(delivered, why)
+            info = get_worker_info()
+            worker, workers = (info.id, info.num_workers) if info else (0, 1)
+            rows = len(share(plan.batch_size, plan.rank, plan.size))
+            # A worker of its own seed, as the dataset is to yield other samples in each.
+            reader = plan.rank, worker
+        if delivered % rows:  # an incomplete batch is the last one
             return
-        first = delivered // batch_size
-        for number, read in enumerate(self._shares(samples, batch_size), first):
-            digest = digest or content_hash([read[0], read[-1]])
-            if (number - first) % workers == worker:
-                step, runs = self.plan.share_of(len(read), epoch, number)
-                yield self._fetched(step, runs, read, digest)
-
-    def _after(self, epoch: int, delivered: int) -> tuple[Iterator[Any], str]:
-        """Return the samples after those delivered, and the hash of those that were read again."""
-        batch_size = self.plan.batch_size
-        if delivered and self._state is not None:
-            return self._seeded(epoch, batch_size, first=delivered), ""
-        samples = self._seeded(epoch, batch_size)
-        begin = _next(samples, min(delivered, batch_size))
-        read, digest = len(begin), content_hash([begin[0], begin[-1]]) if begin else ""
-        del begin  # what is read again is not kept
-        with kept_generators():
-            read += sum(1 for _ in islice(samples, delivered - read))
-        if read < delivered:
-            raise not_of_this_stream(delivered, f"it ended after {read}")
-        return samples, digest
-
-    def _sharded(self, epoch: int, worker: int, workers: int) -> Iterator[Fetched]:
-        """Yield a worker's steps of samples that it alone reads."""
-        plan = self.plan
-        rows = len(share(plan.batch_size, plan.rank, plan.size))
-        # A worker of its own seed, as the dataset is to yield other samples in each.
-        samples = self._seeded(epoch, rows, plan.rank, worker)
-        steps, digest = count(worker, workers), ""
-        for number, read in zip(steps, self._shares(samples, rows), strict=False):
+        samples, digest = self._seeded(epoch, rows, *reader, first=delivered), ""
+        for number in count(delivered // rows + worker, workers):
+            with kept_generators():
+                read = list(islice(samples, rows))
+            if not read or (len(read) < rows and plan.drop_last):
+                return
             digest = digest or self._beginning(read)
-            # It knows only how many samples the whole step should have.
-            step = GlobalStep(epoch, number, 0, len(read), plan.batch_size)
-            yield self._fetched(step, [range(len(read))], read, digest)
+            if self.is_sharded:
+                # It knows only how many samples the whole step should have.
+                runs = [range(len(read))]
+                step = GlobalStep(epoch, number, 0, len(read), plan.batch_size)
+            else:
+                step, runs = plan.share_of(len(read), epoch, number)
+            yield self._fetched(step, runs, read, digest)
 
     def _beginning(self, read: list[Any]) -> str:
         """Return a hash of the first samples. Objects have none: then it tells ranks apart."""
@@ -117,13 +95,8 @@ class Stream(IterableDataset[Fetched]):
             isinstance(leaf, _HASHED) or hasattr(leaf, "tobytes")
             for _, leaf in leaves_with_path(ends)
         )
-        return content_hash(ends) + ("" if all(has_hash) else f" of rank {self.plan.rank}")
-
-    def _shares(self, samples: Iterator[Any], rows: int) -> Iterator[list[Any]]:
-        """Yield the samples by `rows`, and what is left of them, unless that is dropped."""
-        while read := _next(samples, rows):
-            if len(read) == rows or not self.plan.drop_last:
-                yield read
+        apart = self.is_sharded and not all(has_hash)
+        return content_hash(ends) + (f" of rank {self.plan.rank}" if apart else "")
 
     def _fetched(
         self, step: GlobalStep, runs: list[range], read: list[Any], digest: str
@@ -174,15 +147,144 @@ def _has_state(dataset: Any) -> bool:
     return False
 
 
-def _next(samples: Iterator[Any], most: int) -> list[Any]:
-    """Return the next `most` samples, or as many as there are."""
-    with kept_generators():
-        return list(islice(samples, most))
+class Streamed(Source):
+    """The steps of a stream: they end when all ranks are at their end."""
+
+    _has_yielded = False  # in any epoch
+
+    def steps(self, start: Position) -> Iterator[Fetched]:
+        """Yield the steps after those delivered. Collective, at each step, if there are ranks.
+
+        Raises:
+            ValueError: the steps that are read again have another number of samples.
+            RuntimeError: the epoch has no step, on every rank, although one before had some.
+        """
+        stream: Stream = self.reader
+        state = start.state if stream.keeps_place else None
+        if state is not None:
+            self.renew_workers()
+        stream.start_at(start.epoch, start.delivered, state)
+        fetched = self._begun(start.epoch, lambda: iter(stream))
+        # One that resumes from its own state does not begin anew.
+        again, before = (start.delivered, start.digest) if state is None else (0, None)
+        is_alone, number, read = self._ranks.size == 1, 0, 0
+        steps = fetched if is_alone else self._together(fetched, before)
+        for number, current in enumerate(steps, start=1):
+            if is_alone and number == 1:
+                self._compare(current, before)
+            if read == again:
+                self._has_yielded = True
+                yield current
+                continue
+            read += current.step.samples
+            if read > again:
+                break
+        if read != again:
+            raise ValueError(
+                f"`state` must be of this iterable dataset, but its `delivered` is {again} "
+                f"samples, and the first {number} steps have {read}: pass the dataset that the "
+                f"state was taken of, or look at what was saved"
+            )
+        if not (number or start.delivered) and self._has_yielded:
+            kind = type(stream.dataset).__name__
+            raise RuntimeError(
+                f"`dataset` must yield its samples in each epoch, but {kind} yielded none in epoch "
+                f"{start.epoch}, after it had yielded some: let its __iter__ return a new iterator "
+                f"each time, and not one that is used up"
+            )
+
+    def _together(self, steps: Iterator[Fetched], before: str | None) -> Iterator[Fetched]:
+        """Yield this rank's `steps`. If only others have one left, repeat the last without rows.
+
+        Collective: ranks tell each other what they have for the next step while one is computed.
+
+        Raises:
+            RuntimeError: on every rank, where a dataset that all read whole ends at different
+                steps, a rank has nothing at all, or `steps` raises an error.
+        """
+        stream = self.reader
+        last: Any = None  # no step yet
+        coming = _Coming(steps)
+        while True:
+            (fewest, most), (_, any_failed) = coming.counts()
+            is_over = not most or (not fewest and stream.is_sharded and stream.plan.drop_last)
+            if is_over and not any_failed:
+                return
+            is_wrong = last is None and not fewest if stream.is_sharded else fewest != most
+            if any_failed or is_wrong:
+                exchange(store_client(self._ranks), _NEXT, coming.samples, _ended_on)
+            if last is None and coming.fetched:
+                self._compare(coming.fetched, before)
+            # It has the shape of this rank's last step, without rows. All have a first step.
+            last = coming.fetched or last._replace(step=last.step._replace(rows=0))
+            coming = _Coming(steps)
+            yield last
+
+    def _compare(self, first: Fetched, before: str | None) -> None:
+        """Compare how the stream begins with other ranks, and with how it did before. Collective.
+
+        Raises:
+            RuntimeError: where a dataset that all ranks read whole is not the same on each, or a
+                sharded one is.
+            ValueError: where it is read again, and yields something else.
+        """
+
+        def decide(facts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+            if self.reader.is_sharded:
+                if len(facts) > 1 and all(fact == facts[0] for fact in facts):
+                    raise RuntimeError(
+                        f"each rank must have samples of its own with sharded=True, but all "
+                        f"{len(facts)} begin with the same ones: split by world().rank too, and "
+                        f"not only by worker, or leave out sharded=True"
+                    )
+                return facts
+            cure = (
+                "Let the dataset yield the same samples everywhere, drawing from the default "
+                "generators alone, or pass sharded=True if it splits them by rank and worker."
+            )
+            raise_if_different("make_loader(IterableDataset)", facts, cure)
+            return facts[:1]
+
+        own, call = {"first samples": first.digest}, "iter(loader) of an IterableDataset"
+        digests = exchange(store_client(self._ranks), call, lambda: own, decide)
+        self.digest = content_hash(digests)
+        if before not in (None, self.digest):
+            raise ValueError(
+                f"`dataset` must yield the same samples when read again to resume, but "
+                f"{type(self.reader.dataset).__name__} does not: draw from the default generators "
+                f"alone, or, without `sharded`, give it state_dict() and load_state_dict()"
+            )
 
 
-def not_of_this_stream(delivered: int, why: str) -> ValueError:
-    """Return the error of a loader that is to resume where this stream has no such place."""
-    return ValueError(
-        f"`state` must be of this iterable dataset, but its `delivered` is {delivered} samples, "
-        f"and {why}: pass the dataset that the state was taken of, or look at what was saved"
+class _Coming:
+    """The next step of this rank, if there is one, or the error that it ended in.
+
+    While the step before runs, ranks vote on how many samples it has: 0 if there is none.
+    """
+
+    def __init__(self, steps: Iterator[Fetched]) -> None:
+        self.fetched: Fetched | None = None
+        self._error: Exception | None = None
+        try:
+            self.fetched = next(steps, None)
+        except Exception as error:  # noqa: BLE001  # raised again, on every rank
+            self._error = error
+        self._count = 0 if self.fetched is None else self.fetched.step.samples
+        numbers = [self._count, self._error is not None]
+        self.counts = CheckedCollective(_NEXT, dict, str).start_min_max(numbers)
+
+    def samples(self) -> int:
+        """Return how many samples it has, or raise the error."""
+        error, self._error = self._error, None  # it holds frames that hold this
+        if error is not None:
+            raise error
+        return self._count
+
+
+def _ended_on(counts: list[int]) -> None:
+    shorter = format_ranks([rank for rank, count in enumerate(counts) if count < max(counts)])
+    raise RuntimeError(
+        f"every rank must have samples for this step, but they ended on {shorter} of {len(counts)} "
+        f"before the others: let the dataset yield the same samples everywhere, drawing from the "
+        f"default generators alone, or pass sharded=True if it splits by rank, with some for each"
     )

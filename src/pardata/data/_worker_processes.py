@@ -1,6 +1,5 @@
 """Workers as processes: they pass over signals that stop the run, and end with their rank."""
 
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -18,7 +17,6 @@ from torch.utils.data import DataLoader, get_worker_info
 from pardata.collectives._stop_signal import may_stop
 from pardata.environment._logger import flush_output
 
-_PR_SET_PDEATHSIG = 1  # see prctl(2)
 _LAST = -200  # after finalizers that close the queues and remove the temporary folder
 
 
@@ -50,10 +48,11 @@ def started(loader: DataLoader[Any], init_fn: Callable[[int], None] | None) -> I
     """Return the steps of a loader; workers that start now pass over signals that stop the run.
 
     A launcher sends its signal to all processes, and a handler cannot tell who sent it. So a worker
-    passes over it, and ends when its rank ends, whatever ended that.
+    passes over it, and ends when its rank ends, whatever ended that. One in C code that holds
+    Python's lock ends after that code, if its rank was killed.
     """
     numbers = [int(n) for n in signal.Signals if may_stop(n)]
-    loader.worker_init_fn = partial(begin, init_fn, numbers, end_with_this_process())
+    loader.worker_init_fn = partial(begin, init_fn, numbers)
     if not loader.num_workers:
         return iter(loader)
     method = start_method(loader)
@@ -88,35 +87,11 @@ def _end() -> None:
         os._exit(0)
 
 
-def end_with_this_process() -> Callable[..., None]:
-    """Return what a child calls first, so that it ends with this process, whatever it does.
-
-    Linux kills it, also in C code, which no thread of Python's could end. It does so as soon as the
-    thread that forks ends. So a child of another thread than the main one, or of a fork server, is
-    left alone, and so is one on another system.
-    """
-    is_main = threading.current_thread() is threading.main_thread()
-    return partial(_end_with, os.getpid() if is_main and sys.platform == "linux" else 0)
-
-
-def _end_with(parent: int, *_: object) -> None:
-    if os.getppid() == parent:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
-        if os.getppid() != parent:  # it ended before
-            os._exit(1)
-
-
-def begin(
-    init_fn: Callable[[int], None] | None,
-    numbers: list[int],
-    end_with_rank: Callable[[], None],
-    worker: int,
-) -> None:
+def begin(init_fn: Callable[[int], None] | None, numbers: list[int], worker: int) -> None:
     """Begin a worker: it passes over these signals, and ends as soon as its rank has ended.
 
     There ``get_worker_info().dataset`` is the user's, and not our reader.
     """
-    end_with_rank()
     for number in numbers:
         signal.signal(number, lambda *_: None)  # a worker's own programs would inherit SIG_IGN
         signal.siginterrupt(number, False)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pardata.data._batch_parts import tensors_of
-from pardata.data._uneven_shares import uneven_shares
+from pardata.data._sample_count import uneven_shares
 from pardata.model._before import GradientsAside
 from pardata.model._buffers import broadcast
 from pardata.model._modules import (

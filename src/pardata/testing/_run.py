@@ -73,12 +73,20 @@ def run(
     job = pickle.dumps((fn, args))
     with tempfile.TemporaryDirectory(prefix="pardata-run-") as directory:
         method = multiprocessing.get_start_method(allow_none=True)
-        ranks = _Ranks(_Settings(directory, world_size, timeout, variables, method))
+        settings = _Settings(directory, world_size, timeout, variables, method)
+        processes: list[tuple[Any, Connection]] = []
+        outcomes: dict[int, Any] = {}
         try:
-            ranks.start(job)
-            return ranks.results()
+            # One by one: those before one that cannot be started are ended.
+            processes.extend(_started(rank, settings, job) for rank in range(world_size))
+            return _results(processes, outcomes, settings)
         finally:
-            ranks.end()
+            for rank, (process, pipe) in enumerate(processes):
+                process.join(timeout=_GRACE if rank in outcomes else 0)
+                process.kill()
+                process.join()
+                pipe.close()
+                process.close()
 
 
 def _environment(added: Mapping[str, str]) -> dict[str, str]:
@@ -101,71 +109,61 @@ class _Settings(NamedTuple):
     start_method: str | None
 
 
-class _Ranks:
-    """The processes of one run, as the test sees them."""
+def _started(rank: int, settings: _Settings, job: bytes) -> tuple[Any, Connection]:
+    """Return the process of a rank, and where it sends a `RemoteError`, or its pickled result."""
+    pipe, there = multiprocessing.Pipe(duplex=False)
+    process = _context().Process(target=_work, args=(rank, settings, job, there))
+    process.start()
+    there.close()
+    return process, pipe
 
-    def __init__(self, settings: _Settings) -> None:
-        self._settings = settings
-        self._processes: list[tuple[Any, Connection]] = []
-        self._outcomes: dict[int, Any] = {}  # a RemoteError, or the result, pickled
 
-    def start(self, job: bytes) -> None:
-        for rank in range(self._settings.size):
-            pipe, there = multiprocessing.Pipe(duplex=False)
-            process = _context().Process(target=_work, args=(rank, self._settings, job, there))
-            process.start()
-            there.close()
-            self._processes.append((process, pipe))
+def _results(
+    processes: list[tuple[Any, Connection]], outcomes: dict[int, Any], settings: _Settings
+) -> list[Any]:
+    """Return what the ranks return, or raise what the first one to fail raised.
 
-    def results(self) -> list[Any]:
-        """Return what the ranks return, or raise what the first one to fail raised."""
-        deadline, failures = time.monotonic() + self._settings.timeout, list[RemoteError]()
-        while waiting := [n for n in range(self._settings.size) if n not in self._outcomes]:
-            pipes = {self._processes[rank][1]: rank for rank in waiting}
-            ready = wait(list(pipes), max(0, deadline - time.monotonic()))
-            if not ready:
-                if failures:  # the others are stuck because of it
-                    break
-                raise TimeoutError(self._stuck_text(waiting))
-            for pipe, rank in pipes.items():
-                if pipe in ready:
-                    self._outcomes[rank] = outcome = self._received(rank)
-                    if isinstance(outcome, RemoteError):
-                        failures.append(outcome)
-                        deadline = min(deadline, time.monotonic() + _GRACE)
-        if failures:
-            first = next((each for each in failures if not each.is_secondary), failures[0])
-            raise mark_secondary(first.to_exception())
-        return [pickle.loads(one) for _, one in sorted(self._outcomes.items())]  # noqa: S301  # our own children's
+    Their `outcomes` are added as they come.
+    """
+    deadline, failures = time.monotonic() + settings.timeout, list[RemoteError]()
+    while waiting := [rank for rank in range(settings.size) if rank not in outcomes]:
+        ready = wait([processes[rank][1] for rank in waiting], max(0, deadline - time.monotonic()))
+        if not ready:
+            if failures:  # the others are stuck because of it
+                break
+            raise TimeoutError(_stuck_text(waiting, settings))
+        for rank in waiting:
+            process, pipe = processes[rank]
+            if pipe in ready:
+                outcomes[rank] = outcome = _received(rank, process, pipe)
+                if isinstance(outcome, RemoteError):
+                    failures.append(outcome)
+                    deadline = min(deadline, time.monotonic() + _GRACE)
+    if failures:
+        first = next((each for each in failures if not each.is_secondary), failures[0])
+        raise mark_secondary(first.to_exception())
+    return [pickle.loads(outcomes[rank]) for rank in sorted(outcomes)]  # noqa: S301  # our own children's
 
-    def _received(self, rank: int) -> Any:
-        process, pipe = self._processes[rank]
-        try:
-            return pipe.recv()
-        except EOFError:
-            process.join()
-            text = f"the process ended with exit code {process.exitcode}, without a word"
-            return RemoteError(rank, "run", f"ProcessDied: {text}", text)
 
-    def _stuck_text(self, stuck: list[int]) -> str:
-        def stack(rank: int) -> str:
-            file = Path(f"{self._settings.directory}/stack-{rank}")
-            return (file.read_text() if file.exists() else "") or "(not known)"
+def _received(rank: int, process: Any, pipe: Connection) -> Any:
+    try:
+        return pipe.recv()
+    except EOFError:
+        process.join()
+        text = f"the process ended with exit code {process.exitcode}, without a word"
+        return RemoteError(rank, "run", f"ProcessDied: {text}", text)
 
-        table = "\n".join(f"rank {rank} was here:\n{stack(rank)}" for rank in stuck)
-        return (
-            f"all {self._settings.size} ranks must finish within {self._settings.timeout:g} s, "
-            f"but rank {', '.join(map(str, stuck))} did not\n\n{table}"
-        )
 
-    def end(self) -> None:
-        """Make sure that the processes are gone."""
-        for rank, (process, pipe) in enumerate(self._processes):
-            process.join(timeout=_GRACE if rank in self._outcomes else 0)
-            process.kill()
-            process.join()
-            pipe.close()
-            process.close()
+def _stuck_text(stuck: list[int], settings: _Settings) -> str:
+    table = ""
+    for rank in stuck:
+        file = Path(f"{settings.directory}/stack-{rank}")
+        stack = file.read_text() if file.exists() else ""
+        table += f"\nrank {rank} was here:\n{stack or '(not known)'}"
+    return (
+        f"all {settings.size} ranks must finish within {settings.timeout:g} s, "
+        f"but rank {', '.join(map(str, stuck))} did not\n{table}"
+    )
 
 
 def _context() -> Any:

@@ -34,7 +34,7 @@ def lose(directory, _):
 
 
 def claim(directory, _):
-    rank_zero_call(Folder(directory, Retention(3, None, None)).begin, 1)
+    rank_zero_call(Folder(directory, Retention(3, None)).begin, 1)
     return lambda: rank_zero_call(lambda: [shutil.rmtree(p) for p in directory.glob(".unf*")])
 
 

@@ -23,7 +23,7 @@ class Writer(Folder):
     """A folder's rank 0, which begins and finishes when it is told to."""
 
     def __init__(self, directory):
-        super().__init__(directory, Retention(2, None, None))
+        super().__init__(directory, Retention(2, None))
         self.begun = None
 
     def act(self, action, step=None):
@@ -63,12 +63,9 @@ def test_names_are_sorted_by_number_where_they_outgrow_their_digits(tmp_path):
 # --- one run
 
 
-@pytest.mark.parametrize(
-    ("keep", "keep_every", "kept"),
-    [(1, None, [12]), (2, None, [10, 12]), (1, 4, [0, 4, 8, 12]), (2, 5, [0, 10, 12])],
-)
-def test_the_newest_are_kept_and_those_of_every_so_many_steps(keep, keep_every, kept, tmp_path):
-    save_steps(tmp_path, *range(0, 14, 2), keep=keep, keep_every=keep_every)
+@pytest.mark.parametrize(("keep", "kept"), [(1, [12]), (2, [10, 12])])
+def test_the_newest_are_kept(keep, kept, tmp_path):
+    save_steps(tmp_path, *range(0, 14, 2), keep=keep)
     assert (whole_steps(tmp_path), leftovers(tmp_path)) == (kept, [])
 
 

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 import pytest
-import torch.distributed as dist
 from logged import log_of
 from on_ranks import run
 from torch.utils.data import Dataset
@@ -56,26 +55,6 @@ def epoch(loader, clock, seconds, steps=None):
             break
 
 
-# --- stats(reduce=True) ---
-
-
-def _stats(seconds):
-    with fake_time() as clock:
-        loader = loader_of(Slow(clock, seconds[dist.get_rank()], 6), batch_size=3)
-        epoch(loader, clock, 2)
-        return loader.stats(), loader.stats(reduce=True)
-
-
-@pytest.mark.parametrize("seconds", [(1,), (4, 1), (1, 7, 3)])
-def test_reduced_they_are_those_of_the_rank_that_waited_longest(seconds):
-    found = run(_stats, seconds, world_size=len(seconds))
-    slowest = seconds.index(max(seconds))
-    waits = [own["wait_seconds"] for own, _ in found]
-    assert waits.index(max(waits)) == slowest
-    assert len(set(waits)) == len(waits)
-    assert [reduced for _, reduced in found] == [found[slowest][0]] * len(seconds)
-
-
 def test_stats_tell_waiting_from_computing_of_each_epoch_anew():
     with fake_time() as clock:
         loader = loader_of(Slow(clock, 1))
@@ -89,21 +68,18 @@ def test_stats_tell_waiting_from_computing_of_each_epoch_anew():
                 "samples": 5,
                 "samples_per_second": 0.25,
             }
-            assert loader.stats() == loader.stats(reduce=True) == expected
+            assert loader.stats() == expected
         epoch(loader, clock, 3, steps=2)
         clock.now += 1000  # the clock of an epoch that was left stands still
         assert (loader.stats()["seconds"], loader.stats()["samples"]) == (8.0, 2)
 
 
-def _before_and_within_the_first_epoch():
+def test_stats_may_be_asked_for_at_any_time():
     with fake_time() as clock:
-        loader = loader_of(Slow(clock, 1 + dist.get_rank(), 4), batch_size=2)
-        found = [loader.stats(reduce=True), *(loader.stats(reduce=True) for _ in loader)]
-        return [(stats["wait_seconds"], stats["samples"]) for stats in found]
-
-
-def test_reduced_they_may_be_asked_for_at_any_time():
-    assert run(_before_and_within_the_first_epoch, world_size=2) == [[(0, 0), (2, 2), (4, 4)]] * 2
+        loader = loader_of(Slow(clock, 2, 4), batch_size=2)
+        found = [loader.stats(), *(loader.stats() for _ in loader)]
+        waits = [(stats["wait_seconds"], stats["samples"]) for stats in found]
+        assert waits == [(0, 0), (4, 2), (8, 4)]
 
 
 # --- the line after the first epoch ---

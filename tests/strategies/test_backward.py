@@ -710,8 +710,7 @@ def accumulated_statically():
 NOT_ALL = "every parameter must take part in the loss, but "
 NOT_TOGETHER = [
     (sharded_over_a_part, ["ValueError", "sharded over all 2 ranks, but is so over 1"]),
-    (older_wrapper, ["TypeError", "must be sharded by fully_shard, but is in FSDP's older wrapper",
-                     "FullyShardedDataParallel: pass what wrap_model(model, 'fsdp') returned"]),
+    (older_wrapper, ["RuntimeError", "each trained parameter must be sharded under 'fsdp', but"]),
     (unused_by_a_rank, ["RuntimeError", NOT_ALL, "did not", "find_unused_parameters=True"]),
     (accumulated_statically, ["ValueError: `static_graph` must be False if a rank has more than",
                               "here 2, because PyTorch cannot accumulate with it: leave"]),

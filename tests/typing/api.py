@@ -127,7 +127,6 @@ def the_data() -> None:
     assert_type(loader.epoch, int)
     assert_type(loader.dataset, Dataset[Any])
     assert_type(loader.stats(), dict[str, float])
-    assert_type(loader.stats(reduce=True), dict[str, float])
     assert_type(loader.fingerprint(), str)
     state = loader.state_dict()
     assert_type(state, dict[str, Any])

@@ -111,10 +111,7 @@ def _write(dataset: Any, files: Files, folder: Path, workers: int) -> dict[str, 
                 raise
             # Its frames, which tell nothing of the sample, would keep the workers alive.
             raise error.with_traceback(None) from error.__cause__
-        shapes = {path: column.finish() for path, column in zip(paths, columns, strict=True)}
-    if ragged := [path for path, shape in shapes.items() if shape is None]:
-        _log.info("a batch has a list of each part whose shape differs: %s", ", ".join(ragged))
-    return shapes
+        return {path: column.finish() for path, column in zip(paths, columns, strict=True)}
 
 
 def _publish(unfinished: Path, files: Files, shapes: dict[str, Any]) -> None:

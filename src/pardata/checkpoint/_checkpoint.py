@@ -121,13 +121,13 @@ class Checkpoint(NamedTuple):
 
     def _tell(self, here: World, lost: list[str]) -> None:
         """Log what is restored, and what is not."""
-        step, saved = self.manifest["step"], self.manifest["identity"]
+        step, processes = self.manifest["step"], self.manifest["processes"]
         text = "pardata restored step %d of %s, saved by %d process(es) with torch %s"
-        _log.info(text, step, self.path.parent, saved["processes"], saved["torch"])
+        _log.info(text, step, self.path.parent, processes, self.manifest["torch"])
         if lost:
             text = "pardata restored no %s: each of %d process(es) saved its own, now there are %d"
             names = ", ".join(f"`{name}`" for name in lost)
-            _log.warning(text, names, saved["processes"], here.size, ranks=[0])
+            _log.warning(text, names, processes, here.size, ranks=[0])
 
     def trees_of(self, things: Mapping[str, Any], values: list[str], likes: Likes) -> Any:
         """Return the trees of things and values: weights mapped, the others copied. Collective."""
@@ -211,7 +211,7 @@ def _read(path: Path, manifest: dict[str, Any], here: World) -> Checkpoint:
         with warnings.catch_warnings(), safe_globals(shards.metadata_classes(path)):
             warnings.filterwarnings("ignore", "Validating sparse tensor")
             contents = load(path / STATE)
-            if manifest["per_rank"] and manifest["identity"]["processes"] == here.size:
+            if manifest["per_rank"] and manifest["processes"] == here.size:
                 contents["objects"].update(load(path / shards.OWN.format(here.rank)))
             return Checkpoint(path, manifest, **contents)
     except Exception as error:  # whatever PyTorch makes of bytes that somebody has made up

@@ -50,7 +50,6 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         directory: a folder on a disk that all nodes share. The first `save` makes it. A relative
             path is one below the working directory of now.
         keep: how many of the newest to keep. An older one goes once a newer one is complete.
-        keep_every: also keep those of steps that are multiples of this.
         keep_best: also keep the one checkpoint with the highest value of this name. Give each
             `save` that value: ``save(step, model=model, accuracy=0.9)``. Write "accuracy", or
             "-loss" if less is better.
@@ -60,9 +59,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             for the last save.
 
     Raises:
-        ValueError: `keep` or `keep_every` is below 1, or `directory` is a URL.
-        TypeError: `keep` or `keep_every` is no integer, `keep_best` no name, or `asynchronous` no
-            bool.
+        ValueError: `keep` is below 1, or `directory` is a URL.
+        TypeError: `keep` is no integer, `keep_best` no name, or `asynchronous` no bool.
 
     >>> import tempfile, torch
     >>> model = torch.nn.Linear(2, 2)
@@ -77,17 +75,16 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         directory: str | os.PathLike[str],
         *,
         keep: int = 3,
-        keep_every: int | None = None,
         keep_best: str | None = None,
         asynchronous: bool = False,
     ) -> None:
-        kept = {"keep": keep, "keep_every": keep_every, "keep_best": keep_best}
-        self._retention = Retention(keep, keep_every, keep_best)
+        self._retention = Retention(keep, keep_best)
         check_bool("asynchronous", asynchronous)
         self._directory = local_path("directory", directory)
         self._asynchronous = asynchronous
         # What must be the same on all ranks, else they would write to different places.
-        self._options = {"directory": str(self._directory), "asynchronous": asynchronous, **kept}
+        self._options = {"directory": str(self._directory), "asynchronous": asynchronous}
+        self._options |= {"keep": keep, "keep_best": keep_best}
         self._folder = Folder(self._directory, self._retention)
         self._background: Background | None = None
         self._group: Any = None  # the group of messages in the background

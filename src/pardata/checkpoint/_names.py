@@ -64,16 +64,14 @@ class Retention:
     """Says which checkpoints are kept, by what `Checkpointer` is told.
 
     Raises:
-        ValueError: for a `keep` or `keep_every` below 1.
+        ValueError: for a `keep` below 1.
         TypeError: for one that is no integer, and for a `keep_best` that is no name.
     """
 
-    def __init__(self, keep: int, keep_every: int | None, keep_best: str | None) -> None:
+    def __init__(self, keep: int, keep_best: str | None) -> None:
         check_int("keep", keep, least=1)
-        check_int("keep_every", 1 if keep_every is None else keep_every, least=1)
         check_text("keep_best", keep_best or "")
         self._keep = keep
-        self._keep_every = keep_every
         self._by = keep_best and keep_best.removeprefix("-")
         self._sign = 1 if keep_best == self._by else -1
 
@@ -94,8 +92,6 @@ class Retention:
         Of several that are the best the first is kept.
         """
         kept = set(there[-self._keep :])
-        if self._keep_every is not None:
-            kept.update(name for name in there if name.step % self._keep_every == 0)
         if self._by is not None:
             known: dict[Name, float] = {}
             for name in there:

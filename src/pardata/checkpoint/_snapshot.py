@@ -70,11 +70,9 @@ class Snapshot:
             "values": values,
             "per_rank": list(per_rank),
             "numbers": {n: objects[n] for n in values if type(objects.get(n)) in (int, float)},
-            "identity": {
-                "pardata": __version__,
-                "torch": str(torch.__version__),
-                "processes": here.size,
-            },
+            "pardata": __version__,
+            "torch": str(torch.__version__),
+            "processes": here.size,
         }
 
     def _taken(self, tree: Any, make: Callable[[Tensor], Tensor], name: str) -> Any:

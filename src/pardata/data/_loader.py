@@ -3,12 +3,11 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 from torch.utils.data import Dataset
 
 from pardata._validation import check_int
-from pardata.collectives._all_gather import all_gather
 from pardata.data._batch_parts import emptied
 from pardata.data._clock import Clock
 from pardata.data._microbatches import Microbatches
@@ -17,7 +16,6 @@ from pardata.data._placement import Placement
 from pardata.data._plan import Fetched, GlobalStep, Plan
 from pardata.data._position import Bookmark, Recipe
 from pardata.data._sample_count import Read, delivered
-from pardata.data._whole_batches import is_read_whole
 from pardata.data._workers import Source
 from pardata.environment._logger import get_logger
 
@@ -73,16 +71,6 @@ class Loader:
     def epoch(self) -> int:
         """The epoch in progress, or else the one that the next ``iter()`` will run."""
         return self._bookmark.epoch
-
-    @property
-    def sampler(self) -> NoReturn:
-        """Nothing, for whoever needs one shares out or skips, as the loader itself does."""
-        raise AttributeError(
-            "a loader must be used as it is, because it shares out and resumes by itself, but was "
-            "asked for its `sampler`, as by accelerate's `skip_first_batches` and "
-            "`prepare_data_loader`: leave these out, and save and load the loader's state_dict() "
-            "(with transformers' Trainer pass ignore_data_skip=True)"
-        )
 
     @property
     def batch_sampler(self) -> SimpleNamespace:
@@ -170,19 +158,14 @@ class Loader:
         if self._recipe.is_stream and start.delivered and start.state is None:
             _log.info("the loader reads %d samples again, to resume after them", start.delivered)
 
-    def stats(self, *, reduce: bool = False) -> dict[str, float]:
+    def stats(self) -> dict[str, float]:
         """Return how this rank's time was spent since the epoch in progress, or the last, began.
 
         ``seconds`` is the whole time. ``wait_seconds`` of it, the part ``wait_share``, were spent
         waiting for data; the loop took the rest. ``samples`` is how many were delivered over all
-        ranks, with ``samples_per_second``.
-
-        Args:
-            reduce: return the stats of the rank that waited longest; collective then.
+        ranks, with ``samples_per_second``. Not collective.
         """
-        stats = self._clock.stats()
-        every = all_gather(stats) if reduce else [stats]
-        return max(every, key=lambda each: each["wait_seconds"])
+        return self._clock.stats()
 
     def fingerprint(self) -> str:
         """Return a hash of the samples delivered in the epoch in progress, or the last.
@@ -274,8 +257,7 @@ class Loader:
         workers = 0 if self._source.workers is None else self._source.workers.num_workers
         text = (
             f"the first epoch waited {stats['wait_share']:.0%} of its {stats['seconds']:.1f} s "
-            f"for data: more num_workers (now {workers}) read in parallel"
+            f"for data: more num_workers (now {workers}) read in parallel, cache_dataset decodes "
+            f"once, and batch_transform does a whole batch at a time"
         )
-        if not is_read_whole(self.dataset):
-            text += ", cache_dataset decodes once, and batch_transform does a whole batch at a time"
         _log.warning(text, ranks=[0])

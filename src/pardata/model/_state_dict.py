@@ -71,15 +71,13 @@ def _read_state(state: object) -> Mapping[str, Any]:
         raise TypeError(
             f"`state_or_path` must be a state dict or a path, but is {type_with_article(state)}"
         )
-    must = "`state_or_path` must map names to tensors, but"
     for key, value in state.items():
-        if not isinstance(key, str):
-            cure = "pass what a model's state_dict() returned"
-            raise TypeError(f"{must} has the key {key!r} ({type(key).__name__}): {cure}")
         # What a module's get_extra_state() returns may well be a dict.
-        if isinstance(value, Mapping) and not key.endswith("_extra_state"):
-            cure = f"of several things, pass the model's part, as checkpoint[{key!r}]"
-            raise TypeError(f"{must} {key!r} holds a dict: if this is a checkpoint {cure}")
+        if isinstance(value, Mapping) and not str(key).endswith("_extra_state"):
+            raise TypeError(
+                f"`state_or_path` must map names to tensors, but {key!r} holds a dict: if this is "
+                f"a checkpoint of several things, pass the model's part, as checkpoint[{key!r}]"
+            )
     return state
 
 

@@ -43,16 +43,10 @@ class FsdpStep(SharedStep):
     equally_many = True
 
     def _prepare(self) -> None:
-        layer = self.layer
-        if not hasattr(layer, "set_requires_gradient_sync"):
-            raise TypeError(
-                f"`model` must be sharded by fully_shard, but is in FSDP's older wrapper, "
-                f"{type(layer).__name__}: pass what wrap_model(model, 'fsdp') returned"
-            )
         super()._prepare()
         # After an evaluation without no_grad(), or in another model's step that failed.
-        reset_iter_state(layer)
-        for name, parameter in layer.named_parameters():
+        reset_iter_state(self.layer)
+        for name, parameter in self.layer.named_parameters():
             mesh = getattr(parameter, "device_mesh", None)
             if mesh is None and parameter.requires_grad:
                 raise RuntimeError(

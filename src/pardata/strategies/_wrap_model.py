@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pardata._validation import check_bool, check_module
+from pardata._validation import check_bool, check_module, type_with_article
 from pardata.environment._device import check_supported, checked_device
 from pardata.environment._world import require_world, store_client
 from pardata.model._modules import check_batch_norms
@@ -239,9 +239,8 @@ def named(name: object) -> Strategy:
     for strategy in STRATEGIES:
         if name == strategy.name:
             return strategy
-    names, given = ", ".join(map(repr, get_args(StrategyName))), repr(name)
-    if isinstance(name, torch.optim.Optimizer):  # other libraries wrap it with the model
-        given = "an optimizer: make that after wrapping, of what wrap_model returns"
+    names = ", ".join(map(repr, get_args(StrategyName)))
+    given = repr(name) if isinstance(name, str) else type_with_article(name)
     raise ValueError(f"`strategy` must be one of {names}, but is {given}")
 
 

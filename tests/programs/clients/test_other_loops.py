@@ -224,7 +224,7 @@ MISUSES = {
         "leaves": "assert peer.prepare(loader) is loader",
         "cuts": "(lambda it: peer.skip_first_batches(it, 1), peer.prepare_data_loader)",
         "error": "AttributeError",
-        "text": "leave these out, and save and load",
+        "text": "has no attribute 'sampler'",
     },
     "fabric": {
         "module": "lightning.fabric",

@@ -266,6 +266,14 @@ def test_drawing_for_a_share_raises_and_names_both_cures(what, kind, since):
     assert str(raised).startswith(text)
 
 
+@pytest.mark.parametrize(("since", "told_at"), [(15, 15), (16, 16), (17, 32), (40, 48)])
+def test_drawing_from_a_later_step_on_raises_sixteen_steps_later_at_most(since, told_at):
+    loader = make_loader(Numbers(60), 1, batch_transform=Draws("numpy", since), num_workers=0)
+    seen = []
+    assert "must draw no random numbers" in str(caught(lambda: seen.extend(loader)))
+    assert len(seen) == told_at
+
+
 def _draws_in_a_worker():
     return {
         what: caught(steps, loader_that_draws(what, Draws("torch"), num_workers=1)).text

@@ -99,7 +99,8 @@ def make_loader(
             augmentation that draws from these generators depends neither on the workers nor on the
             world size. An ``IterableDataset`` is always seeded before each batch instead.
             `collate_fn`, `batch_transform` and ``__getitems__`` are seeded for each microbatch.
-            Without `microbatch_size` it is an error if they draw.
+            Without `microbatch_size` it is an error if they draw in one of the first 16 steps of an
+            epoch, or in each sixteenth after them.
         device: where the batches go. ``"auto"`` is the world's device; ``None`` leaves them on the
             CPU.
         batch_transform: applied to each batch, or microbatch, on the device.

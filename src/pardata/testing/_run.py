@@ -43,9 +43,8 @@ def run(
     The group exists when `fn` starts (``pardata.world().launcher`` is ``"existing"``, and `init`
     adopts it). It meets over a file and is destroyed at the end. `fn`, its arguments and its
     results travel by pickle: `fn` must be importable by name, so define it in a file, not in a
-    notebook. Each rank
-    computes on one thread. The processes come from a server that has imported torch already; the
-    first call pays for that.
+    notebook. Each rank computes on one thread. The processes come from a server that has imported
+    torch already; the first call pays for that.
 
     Args:
         fn: runs on each rank.

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
-from pardata.model._modules import own_tensors
+from pardata.model._torch_internals import own_tensors
 
 _Gradient = tuple[nn.Parameter, Tensor]
 

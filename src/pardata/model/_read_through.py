@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from pardata.environment._logger import get_logger
-from pardata.model._modules import in_backward
 from pardata.model._state_dict import NO_ASSIGN, LoadedKeys, load_whole
+from pardata.model._torch_internals import in_backward
 from pardata.model._unwrap import Wrapper, unwrap
 
 _log = get_logger(__name__)

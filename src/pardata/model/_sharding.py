@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from pardata.data._batch_parts import tensors_of
-from pardata.model._modules import own_tensors, uncompiled
+from pardata.model._torch_internals import own_tensors, uncompiled
 
 # ruff: noqa: SLF001  # a torch without `reset_iter_state`, as 2.9: see pytorch/torchtitan#1329
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from pardata._validation import type_with_article
 from pardata.environment._world import require_world, store_client
-from pardata.model._modules import set_versions, versions_of
+from pardata.model._torch_internals import set_versions, versions_of
 from pardata.model._unwrap import ShardedModule, Wrapper, layers
 from pardata.store._round import exchange
 

@@ -15,14 +15,14 @@ from pardata.data._batch_parts import tensors_of
 from pardata.data._sample_count import uneven_shares
 from pardata.model._before import GradientsAside
 from pardata.model._buffers import broadcast
-from pardata.model._modules import (
+from pardata.model._read_through import ReadThrough, refusing_forwards
+from pardata.model._torch_internals import (
     after_backward,
     at_end_of_backward,
     name_of,
     parameters_of,
     uncompiled,
 )
-from pardata.model._read_through import ReadThrough, refusing_forwards
 from pardata.strategies._ddp_reducer import (
     Parcel,
     ReducedParameters,

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pardata.collectives._comm_errors import explain_comm_errors
 from pardata.collectives._fingerprint import fingerprint_slots, fingerprints_match
-from pardata.model._modules import name_of, parameters_of
+from pardata.model._torch_internals import name_of, parameters_of
 
 # ruff: noqa: SLF001  # a public way to begin anew after an error: pytorch/pytorch#114194
 

@@ -21,9 +21,9 @@ from pardata.environment._device import checked_device
 from pardata.environment._logger import get_logger
 from pardata.model._before import GradientsAside
 from pardata.model._buffers import average, broadcast, real_buffers
-from pardata.model._modules import parameters_of, uncompiled
 from pardata.model._sharding import forget_step, place, reset_iter_state, shard_again
 from pardata.model._state_dict import load_sharded
+from pardata.model._torch_internals import parameters_of, uncompiled
 from pardata.model._unwrap import ShardedModule, unwrap
 from pardata.store._round import Facts
 from pardata.strategies._blocks import blocks_of, size_of

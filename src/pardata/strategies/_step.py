@@ -15,8 +15,8 @@ from pardata.data._microbatches import Microbatches
 from pardata.environment._device import sequence_number
 from pardata.environment._world import is_alone, world
 from pardata.model._before import GradientsAside, KeptBuffers
-from pardata.model._modules import parameters_of, uncompiled
 from pardata.model._sharding import unsharded
+from pardata.model._torch_internals import parameters_of, uncompiled
 from pardata.model._unwrap import layers
 from pardata.rng._seeds import mix, run_seed
 from pardata.store._current_op import forbidding_calls

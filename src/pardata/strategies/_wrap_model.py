@@ -11,7 +11,7 @@ from torch import nn
 from pardata._validation import check_bool, check_module, type_with_article
 from pardata.environment._device import check_supported, checked_device
 from pardata.environment._world import require_world, store_client
-from pardata.model._modules import check_batch_norms
+from pardata.model._torch_internals import check_batch_norms
 from pardata.model._unwrap import ShardedModule, is_parallel, layers
 from pardata.store._rank_format import format_rank_table
 from pardata.store._round import require_equal

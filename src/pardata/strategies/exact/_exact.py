@@ -12,8 +12,8 @@ from torch import nn
 
 from pardata._validation import check_int
 from pardata.environment._device import checked_device
-from pardata.model._modules import synchronised, versions_of
 from pardata.model._read_through import ReadThrough
+from pardata.model._torch_internals import synchronised, versions_of
 from pardata.model._unwrap import Wrapper, unwrap
 from pardata.store._round import Facts
 from pardata.strategies._step import forward_aside, model_under_way

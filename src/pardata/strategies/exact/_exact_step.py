@@ -12,7 +12,7 @@ from pardata.collectives._fingerprint import CheckedCollective, LeastAndMost
 from pardata.data._microbatches import Microbatches
 from pardata.environment._world import cpu_group_and_device, world
 from pardata.model._before import GradientsAside
-from pardata.model._modules import parameters_of
+from pardata.model._torch_internals import parameters_of
 from pardata.rng._rng_state import Kept, default_generators, seed_generators
 from pardata.rng._seeds import mix, run_seed
 from pardata.store._remote_error import mark_secondary

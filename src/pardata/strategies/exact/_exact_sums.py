@@ -9,7 +9,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from pardata.model._modules import name_of, parameters_of
+from pardata.model._torch_internals import name_of, parameters_of
 from pardata.strategies._loss_weights import Microbatch
 from pardata.strategies._step import model_under_way
 from pardata.strategies.exact._bucket import buckets_of

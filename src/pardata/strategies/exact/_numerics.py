@@ -9,7 +9,7 @@ from torch.nn.grad import conv2d_input, conv2d_weight
 
 from pardata._pytree import sha256_of
 from pardata.environment._device import properties_of, widest_float_dtype
-from pardata.model._modules import (
+from pardata.model._torch_internals import (
     fail_past_recompile_limit,
     has_dynamic_sizes,
     is_compiled_in_place,

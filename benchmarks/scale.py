@@ -43,7 +43,7 @@ from pardata import Checkpointer, barrier, make_loader, rank_zero_call, wrap_mod
 from pardata.checkpoint import _checkpointer
 from pardata.collectives import _barrier
 from pardata.collectives._all_gather import serialize
-from pardata.environment import _world
+from pardata.environment import _device, _world
 from pardata.environment._launchers import LaunchInfo
 from pardata.environment._world import GroupState
 from pardata.process_group import _rendezvous, _shutdown, _tcp_store
@@ -141,20 +141,19 @@ class ProcessOfThread(_world.Process):
         self._kept.state = found
 
 
+_kept = threading.local()
+
+
+def _of_thread(name: str) -> property:
+    return property(lambda _: getattr(_kept, name, ""), lambda _, text: setattr(_kept, name, text))
+
+
 class OpOfThread(CurrentOp):
-    """The call in which a rank works while others wait, kept for each thread."""
+    """What a rank does while others wait, and may not do, kept for each thread."""
 
-    _kept = threading.local()
-
-    @property  # type: ignore[override]  # a plain attribute in a process of one rank
-    def leads(self) -> str:
-        """That of this thread."""
-        return getattr(self._kept, "leads", "")
-
-    @leads.setter
-    def leads(self, call: str) -> None:
-        """Keep it for this thread."""
-        self._kept.leads = call
+    # Plain attributes in a process of one rank.
+    leads = _of_thread("leads")  # type: ignore[assignment]
+    forbids = _of_thread("forbids")  # type: ignore[assignment]
 
 
 class Simulated:
@@ -252,7 +251,7 @@ def simulation() -> Iterator[None]:
     with ExitStack() as stack:
         for where, name, what in (
             (dist, "init_process_group", lambda *_, **__: None),
-            (_rendezvous, "new_gloo_group", lambda *_: None),
+            (_device, "new_gloo_group", lambda *_: None),
             (_checkpointer, "gather_to_rank_zero", lambda here, own, *_: [own] * here.size),
             (_barrier, "broadcast_bytes", lambda *_: result),
             (_world, "current_world", lambda: _world.process.state.world),

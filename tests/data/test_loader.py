@@ -43,7 +43,7 @@ def _two_steps_of_each(data, state=None):
 def test_an_epoch_left_by_a_break_counts_as_done_and_a_state_after_it_resumes_in_the_next(data):
     (whole, (state, *_), (line,)), _ = run(_two_steps_of_each, data, world_size=2)
     assert [epoch for epoch, _ in whole] == [0, 0, 1, 1, 2, 2]
-    assert "save before the `break` to resume in this" in line
+    assert "to resume in this one, save before the `break`" in line
     (rest, *_), _ = run(_two_steps_of_each, data, state, world_size=2)
     assert rest == whole[2:]
 
@@ -83,7 +83,7 @@ def test_epochs_of_which_nothing_is_left_say_so_once_on_rank_0():
     (first, (line,)), (other, nothing) = run(_again, 2, world_size=2)
     assert first == other == [6, 0, 0]
     assert nothing == []
-    assert "epochs(2) runs nothing, because it counts from the start of the run, and 2 are" in line
+    assert "epochs(2) runs nothing: 2 are done since the run began; loop over range(2)" in line
 
 
 # --- shares without rows ---

@@ -177,15 +177,15 @@ def describe_with(hosts, env):
 
 DESCRIBED = {
     "nothing": ("", {}, [(rank, 4, rank, 4, 0, 1) for rank in range(4)]),
-    "torchrun": (
-        "",
-        {"LOCAL_RANK": "0120", "LOCAL_WORLD_SIZE": "3331"},
-        [(0, 4, 0, 3, 0, 2), (1, 4, 1, 3, 0, 2), (2, 4, 2, 3, 0, 2), (3, 4, 0, 1, 3, 4)],
-    ),
     "Ray": (
         "",
         {"LOCAL_RANK": "0101", "LOCAL_WORLD_SIZE": "2222", "NODE_RANK": "1100"},
         [(rank, 4, rank % 2, 2, rank // 2, 2) for rank in range(4)],
+    ),
+    "Ray, on nodes of several sizes": (
+        "aaab",
+        {"LOCAL_RANK": "0120", "LOCAL_WORLD_SIZE": "3331"},
+        [(0, 4, 0, 3, 0, 2), (1, 4, 1, 3, 0, 2), (2, 4, 2, 3, 0, 2), (3, 4, 0, 1, 1, 2)],
     ),
     "who adopts asks for the hosts": (
         "aaab",

@@ -656,7 +656,7 @@ def alone_in_two():
 
 def test_a_bare_model_in_a_larger_world_trains_alone_and_is_warned_of_once():
     for rank, (lines, same) in enumerate(run(alone_in_two, world_size=2)):
-        text = "no strategy keeps the replicas of Net equal: each of the 2 ranks trains its own"
+        text = "no strategy keeps the replicas of Net equal: each of 2 ranks trains its own"
         assert lines == [f"[0/2] {text}; pass what wrap_model returned"] * (rank == 0)
         assert max(same) < CLOSE
 

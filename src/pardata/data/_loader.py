@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from torch.utils.data import Dataset
 
@@ -73,6 +73,14 @@ class Loader:
         return self._bookmark.epoch
 
     @property
+    def sampler(self) -> NoReturn:
+        """Nothing: whoever asks for one would skip or share out what the loader does itself."""
+        raise AttributeError(
+            "a loader has no `sampler`, because it resumes by itself: leave out accelerate's "
+            "skip_first_batches, or pass ignore_data_skip=True to transformers' Trainer"
+        )
+
+    @property
     def batch_sampler(self) -> SimpleNamespace:
         """What has the loader as its `sampler`: there Lightning finds ``set_epoch``."""
         return SimpleNamespace(sampler=self)
@@ -101,10 +109,7 @@ class Loader:
         """
         check_int("count", count, least=0)
         if 0 < count <= (done := self._bookmark.unused.epoch):
-            text = (
-                "epochs(%d) runs nothing, because it counts from the start of the run, and %d are "
-                "done: pass a larger number, or loop over range(%d)"
-            )
+            text = "epochs(%d) runs nothing: %d are done since the run began; loop over range(%d)"
             _log.warning(text, count, done, count, ranks=[0], once=True)
         while (start := self._bookmark.unused).epoch < count:
             with self._bookmark.held(start):
@@ -126,9 +131,8 @@ class Loader:
         """
         if self._bookmark.counts_as_done:
             text = (
-                "the loop over an epoch was left, so that a state saved in the rest of this body "
-                "of `epochs` resumes in the next epoch: save before the `break` to resume in this "
-                "one"
+                "the loop over an epoch was left: a state saved in this body of `epochs` resumes "
+                "in the next epoch; to resume in this one, save before the `break`"
             )
             _log.warning(text, ranks=[0], once=True)
         return self._recipe.state(self._bookmark.state)

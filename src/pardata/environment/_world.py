@@ -219,14 +219,15 @@ def existing_world(device: torch.device | None, hosts: Sequence[str] = ()) -> Wo
     Args:
         device: where to compute. It is the GPU of this rank if it has no number, or if it is not
             given and the group is one of GPUs.
-        hosts: of all ranks, in their order; one for all if they were not asked for.
+        hosts: of all ranks, in their order. If they were not asked for, ``LOCAL_WORLD_SIZE`` says
+            how many ranks each node has; without that there is one node.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     # Ray Train and torchrun say this in addition to the group.
     env = read_ints(os.environ, ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    if local_size := env.get("LOCAL_WORLD_SIZE"):
+    if not hosts:  # nodes of one size, or a single one
+        local_size = env.get("LOCAL_WORLD_SIZE") or size
         hosts = [str(number // local_size) for number in range(size)]
-    hosts = hosts or [""] * size
     host, names = hosts[rank], list(dict.fromkeys(hosts))
     local_rank, local_size = env.get("LOCAL_RANK", hosts[:rank].count(host)), hosts.count(host)
     node, nodes = names.index(host), len(names)

@@ -228,9 +228,7 @@ def _step_of(model: nn.Module, batch: Any, scaler: GradScaler | None) -> Step:
             f"`model` must be what wrap_model returned, but this {name} only holds a wrapped "
             f"module, and nobody would synchronise the rest: wrap once, at the outside"
         )
-    what = (
-        f"no strategy keeps the replicas of {name} equal: each of the {world().size} ranks trains"
-    )
+    what = f"no strategy keeps the replicas of {name} equal: each of {world().size} ranks trains"
     _log.warning("%s its own; pass what wrap_model returned", what, ranks=[0], once=True)
     return step
 

@@ -224,7 +224,7 @@ MISUSES = {
         "leaves": "assert peer.prepare(loader) is loader",
         "cuts": "(lambda it: peer.skip_first_batches(it, 1), peer.prepare_data_loader)",
         "error": "AttributeError",
-        "text": "has no attribute 'sampler'",
+        "text": "a loader has no `sampler`, because it resumes by itself: leave out",
     },
     "fabric": {
         "module": "lightning.fabric",
@@ -251,7 +251,7 @@ def test_transformers_says_what_to_do_where_it_would_skip_batches(peer, runs):
     change = "ignore_data_skip=True", "ignore_data_skip=False"
     run = peer.run("skips", 1, of=runs["killed"], change=change)
     assert run.statuses() == [1]
-    assert "transformers' Trainer pass ignore_data_skip=True" in run.said()
+    assert "pass ignore_data_skip=True to transformers' Trainer" in run.said()
 
 
 @only("lightning")

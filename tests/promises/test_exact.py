@@ -188,6 +188,19 @@ def test_one_that_was_frozen_when_it_was_wrapped_is_refused_too():
         bare(model)
 
 
+def test_a_later_step_does_not_train_another_exact_model():
+    model, other = (wrap_model(seeded(), "exact") for _ in range(2))
+    step(model)  # from here on nobody looks at what else a loss trains
+
+    def loss_of_both(model, batch):
+        return loss_fn(model, batch) + loss_fn(other, batch)
+
+    (batch, *_) = loader()
+    with pytest.raises(RuntimeError, match=ONLY.format("bias") + CURE):
+        backward(model, loss_of_both, batch)
+    assert all(gradient is None for gradient in gradients(other))
+
+
 def test_parameters_are_frozen_unfrozen_and_replaced_between_steps():
     model = wrap_model(seeded(), "exact")
     step(model)

@@ -1,4 +1,4 @@
-"""What ``nn.Module``, autograd and ``torch.compile`` keep under private names, and batch norms.
+"""What ``nn.Module``, autograd and ``torch.compile`` keep under private names.
 
 The methods of modules take four times as long for `walked`. No public one reads or sets the
 versions in a state (pytorch/pytorch#75287). ``torch.compile`` tells of no module how it was
@@ -6,7 +6,7 @@ compiled.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 # ruff: noqa: SLF001  # see above; `queue_callback` can go when pytorch/pytorch#66199 is done
 
+BatchNorm: TypeAlias = _BatchNorm  # the class of them all, which a user may have subclassed
 # As torch.compiler.disable, which imports all of dynamo at once: pytorch/pytorch#104317.
 uncompiled = torch._disable_dynamo
 
@@ -104,19 +105,3 @@ def has_dynamic_sizes(context: Any) -> bool:
 def synchronised(module: nn.Module) -> list[nn.Module]:
     """Return the SyncBatchNorms of a module: each forward of one in training is collective."""
     return [part for part in module.modules() if isinstance(part, nn.SyncBatchNorm)]
-
-
-def check_batch_norms(model: nn.Module) -> None:
-    """Refuse batch norms that would lose what a subclass adds.
-
-    Raises:
-        ValueError: names the first of them.
-    """
-    for name, module in model.named_modules():
-        is_other = isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
-        if is_other and getattr(module.forward, "__func__", None) is not _BatchNorm.forward:
-            raise ValueError(
-                f"`sync_batchnorm` must find batch norms with PyTorch's own forward, to replace "
-                f"it, but `{name or 'model'}` ({type(module).__name__}) has another: put what it "
-                f"adds into a module next to an nn.BatchNorm1d, 2d or 3d"
-            )

@@ -11,7 +11,7 @@ from torch import nn
 from pardata._validation import check_bool, check_module, type_with_article
 from pardata.environment._device import check_supported, checked_device
 from pardata.environment._world import require_world, store_client
-from pardata.model._torch_internals import check_batch_norms
+from pardata.model._torch_internals import BatchNorm
 from pardata.model._unwrap import ShardedModule, is_parallel, layers
 from pardata.store._rank_format import format_rank_table
 from pardata.store._round import require_equal
@@ -173,7 +173,7 @@ def _check(model: nn.Module, chosen: Strategy, settings: Settings) -> None:
         )
     chosen.check(model, settings)
     if settings.sync_batchnorm and settings.here.size > 1 and chosen.is_collective:
-        check_batch_norms(model)
+        _check_batch_norms(model)
 
 
 def _check_devices(model: nn.Module, chosen: Strategy) -> None:
@@ -197,6 +197,22 @@ def _check_embeddings(model: nn.Module, chosen: Strategy) -> None:
                 f"`{name or 'model'}` has {part.max_norm}: each rank would scale the rows of its "
                 f"own samples alone; leave it out, and after each optimizer.step() call "
                 f"weight.data.renorm_({part.norm_type:g}, 0, {part.max_norm})"
+            )
+
+
+def _check_batch_norms(model: nn.Module) -> None:
+    """Refuse batch norms that would lose what a subclass adds.
+
+    Raises:
+        ValueError: names the first of them.
+    """
+    for name, module in model.named_modules():
+        is_other = isinstance(module, BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
+        if is_other and getattr(module.forward, "__func__", None) is not BatchNorm.forward:
+            raise ValueError(
+                f"`sync_batchnorm` must find batch norms with PyTorch's own forward, to replace "
+                f"it, but `{name or 'model'}` ({type(module).__name__}) has another: put what it "
+                f"adds into a module next to an nn.BatchNorm1d, 2d or 3d"
             )
 
 
@@ -240,7 +256,7 @@ def named(name: object) -> Strategy:
         if name == strategy.name:
             return strategy
     names = ", ".join(map(repr, get_args(StrategyName)))
-    given = repr(name) if isinstance(name, str) else type_with_article(name)
+    given = type_with_article(name) if isinstance(name, torch.optim.Optimizer) else repr(name)
     raise ValueError(f"`strategy` must be one of {names}, but is {given}")
 
 

@@ -1,6 +1,5 @@
 """Strategy "ddp": PyTorch's DistributedDataParallel, reading through, with equal buffers."""
 
-import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
@@ -19,7 +18,6 @@ from pardata.model._read_through import ReadThrough, refusing_forwards
 from pardata.model._torch_internals import (
     after_backward,
     at_end_of_backward,
-    name_of,
     parameters_of,
     uncompiled,
 )
@@ -63,9 +61,6 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
         self.__dict__["_forward_runs"] = True
         try:
             output = super().forward(*inputs, **kwargs)
-        except Exception as error:
-            self._name_unused(error)
-            raise
         finally:
             self.__dict__["_forward_runs"] = False
         trains = torch.is_grad_enabled() and self.require_backward_grad_sync
@@ -153,21 +148,6 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
         buffers = (b for name, b in self.module.named_buffers() if name not in ignored)
         broadcast(buffers, self.process_group)
 
-    def _name_unused(self, error: BaseException) -> None:
-        """Raise in place of an error of DDP about unused parameters, which gives numbers only."""
-        if "did not receive grad" not in str(error):
-            return
-        listed = re.search(r"indices which did not receive grad for rank \d+:([ \d]+)", str(error))
-        indices = [int(text) for text in listed[1].split()] if listed else []
-        parameters, named = self._reduced.parameters, [*self.module.named_parameters()]
-        names = ", ".join(f"`{name_of(parameters[index], named)}`" for index in indices)
-        raise RuntimeError(
-            f"every parameter must take part in the loss, but {names or 'some'} did not in the "
-            f"last step, so its gradient was not synchronised: use all outputs in the loss, "
-            f"freeze what is not trained (requires_grad_(False)), or pass "
-            f"wrap_model(..., find_unused_parameters=True)"
-        ) from error
-
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
         if isinstance(value, MethodType) and value.__self__ is self._inside:
@@ -206,10 +186,8 @@ class DdpStep(SharedStep):
             try:
                 yield
                 self._finish()
-            except BaseException as error:
+            except BaseException:
                 reset_reducer(self.layer)
-                if self._reads_through:
-                    self.layer._name_unused(error)
                 raise
             finally:
                 if self._parcel is not None:
@@ -229,8 +207,17 @@ class DdpStep(SharedStep):
 
     def _finish(self) -> None:
         """Require that all gradients were reduced. Collective in the first step."""
-        # Now: the next collective would meet what other ranks still reduce.
-        self.layer._check_reducer_finalized()
+        try:  # now: the next collective would meet gradients that other ranks still reduce
+            self.layer._check_reducer_finalized()
+        except RuntimeError as error:
+            trained = ((n, p) for n, p in self.module.named_parameters() if p.requires_grad)
+            unused = ", ".join(f"`{name}`" for name, p in trained if p.grad is None)
+            raise RuntimeError(
+                f"every parameter must take part in the loss, but {unused or 'some'} did not, so "
+                f"its gradient was not synchronised: use all outputs in the loss, freeze what is "
+                f"not trained (requires_grad_(False)), or pass "
+                f"wrap_model(..., find_unused_parameters=True)"
+            ) from error
         if self._reads_through:
             self.layer._compare_gradients()
         if vars(self.layer).get("_stays_arranged"):

@@ -3,6 +3,7 @@
 import os
 import re
 from datetime import timedelta
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -50,25 +51,30 @@ def check_text(name: str, value: object) -> None:
         raise TypeError(f"`{name}` must be a text, but is {type_with_article(value)} ({value!r})")
 
 
-def check_int(name: str, value: object, *, least: int | None = None, why: str = "") -> None:
-    """Refuse what is no integer, as a bool or a float, and what is below `least`.
+def plain_number(value: Any) -> Any:
+    """Return a NumPy number as a Python number, and any other value as it is."""
+    is_numpy = type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
+    return value.item() if is_numpy else value
+
+
+def check_int(name: str, value: object, *, least: int | None = None, why: str = "") -> int:
+    """Return `value` as an int; refuse what is no integer, as a bool or a float, or below `least`.
 
     `why` follows the bound in the message, to say where it comes from.
     """
     at_least = "" if least is None else f" of at least {least}{why}"
     cure = "a whole number" if least is None else f"a whole number from {least} up"
-    if hasattr(value, "__index__") and not isinstance(value, int):  # np.int64, or a tensor
-        cure = f"int({name})"
     msg = f"`{name}` must be an integer{at_least}, but is {value!r}: pass {cure}"
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(msg)
     if least is not None and value < least:
         raise ValueError(msg)
+    return int(value)
 
 
 def to_timedelta(timeout: Any, name: str = "timeout", *, or_none: bool = False) -> timedelta:
     """Return how long to wait: what is given in seconds, or as a `timedelta`; `or_none`: 0."""
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    seconds = plain_number(timeout.total_seconds() if isinstance(timeout, timedelta) else timeout)
     if isinstance(seconds, bool) or not isinstance(seconds, int | float):
         raise TypeError(
             f"`{name}` must be seconds or a datetime.timedelta, but is {timeout!r}: pass 300, say"

@@ -373,7 +373,7 @@ class Marked(torch.Tensor):
 
 
 REFUSED = {
-    f"`x['lr']` is {np.float64(0.5)!r} (numpy.float64)": lambda: {"lr": np.float64(0.5)},
+    "`x['lr']` is <function ": lambda: {"lr": with_a_note},
     "`x[0]` is": lambda: [Unwilling()],
     "`x` is {'a': 1} (collections.UserDict)": lambda: UserDict(a=1),
     "`x` is Marked([1.]) (test_checkpointer.Marked)": lambda: torch.ones(1).as_subclass(Marked),
@@ -405,6 +405,23 @@ def test_what_could_be_loaded_only_by_running_code_is_refused_on_every_rank_by_i
             assert "what is saved must be tensors, numbers, strings, and dicts, lists" in error.text
             assert "leave it out; it would have to run code when it is loaded" in error.text
             assert len(error.text) < 600
+
+
+def test_numbers_of_numpy_are_saved_as_numbers(tmp_path):
+    def scheduled():
+        optimizer = torch.optim.SGD([torch.ones(1)])
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+
+    plateau, again = scheduled(), scheduled()
+    plateau.step(np.float64(0.5))
+    checkpointer = Checkpointer(tmp_path, keep=np.int64(1), keep_best="f1")
+    checkpointer.save(np.int64(1), f1=np.float32(0.5), plateau=plateau, x={"lr": np.float64(0.5)})
+    for step in (2, 3):
+        checkpointer.save(step, f1=0.25)
+    assert checkpointer.steps() == [1, 3]
+    values = checkpointer.restore(at=np.int64(1), plateau=again).values
+    assert (values, again.best) == ({"f1": 0.5, "x": {"lr": 0.5}}, 0.5)
+    assert {*map(type, (*values["x"].values(), values["f1"], again.best))} == {float}
 
 
 def test_a_tree_that_holds_itself_is_an_error(tmp_path):

@@ -1,9 +1,11 @@
 """make_loader: its arguments, and what a bad one gets, on every rank."""
 
 import gc
+import json
 import multiprocessing
 import sys
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -256,6 +258,14 @@ def test_a_dataset_is_told_the_epoch_wherever_it_is_read(kind, workers):
     loader.set_epoch(5)
     found.append(flat(batch.tolist() for batch in loader))
     assert found == [[0, 1, 2, 3], [10, 11, 12, 13], [50, 51, 52, 53]]
+
+
+def test_numbers_of_numpy_are_numbers():
+    loader = make_loader(range(9), np.int64(4), microbatch_size=np.int32(2), seed=np.uint8(3))
+    loader.set_epoch(np.int64(1))
+    assert [batch.counts for batch in loader] == [(2, 2), (2, 2), (1,)]
+    assert json.loads(json.dumps(loader.state_dict())) == loader.state_dict()
+    assert list(loader.epochs(np.int64(3))) == [2]
 
 
 # --- batch samplers: the global batches ---

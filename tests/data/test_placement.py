@@ -60,12 +60,13 @@ def fails_at_the_second(batch):
 
 @pytest.mark.parametrize("options", [{}, {"microbatch_size": 2}, {"reproducible": False}])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_error_in_a_transform_is_raised_as_it_is_at_its_step(workers, options):
+def test_an_error_in_a_transform_names_its_step(workers, options):
     loader = loader_of(fails_at_the_second, num_workers=workers, **options)
     batches = iter(loader)
     next(batches)
-    with pytest.raises(Torn):
+    with pytest.raises(RuntimeError, match="`batch_transform` failed in step 1 of") as told:
         next(batches)
+    assert isinstance(told.value.__cause__, Torn)
     del batches
     assert loader.state_dict()["delivered"] == 3  # what the loop never got does not count
     assert loader.epoch == 1
@@ -78,7 +79,7 @@ def test_an_error_in_a_transform_leaves_the_generators_alone():
         raise Torn
 
     state = torch.get_rng_state()
-    with pytest.raises(Torn):
+    with pytest.raises(RuntimeError, match="Torn"):
         list(loader_of(draws_and_fails, microbatch_size=2))
     assert torch.equal(torch.get_rng_state(), state)
 

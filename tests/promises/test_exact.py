@@ -361,11 +361,8 @@ def test_ranks_with_other_kernels_are_refused_when_they_wrap():
     for told in run(wrapped_differently, world_size=2):
         assert told["threads"] is None  # they are set
         assert BENCHMARK in told["benchmark"]
-        assert "\n  rank 1: `the processor` Z80\nBuild the same model, in" in told["processor"]
-        assert "\n  rank 1: `a probe of its arithmetic` " in told["arithmetic"]
-        assert told["arithmetic"].endswith(
-            "with processors, versions and precisions that are alike."
-        )
+        assert "\n  rank 1: the processor='Z80'\nBuild the same model, in" in told["processor"]
+        assert "\n  rank 1: a probe of its arithmetic='" in told["arithmetic"]
 
 
 def probed(**env):

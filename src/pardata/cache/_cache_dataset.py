@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from pardata._pytree import bytes_of, leaves_with_path, map_with_path
+from pardata._validation import check_map_style
 from pardata.cache._build import ensure
 from pardata.cache._cache_files import Files, files_of
-from pardata.cache._original import check_source, class_name, filled, is_numbers, workers_for
+from pardata.cache._original import class_name, filled, is_numbers, workers_for
 from pardata.collectives._barrier import rank_zero_first
 from pardata.data._batch_parts import Ragged
 from pardata.data._whole_batches import ReadsBatches
@@ -75,7 +76,7 @@ def cache_dataset(
 
         def look() -> Facts:
             nonlocal files, first, workers
-            check_source(dataset)
+            check_map_style(dataset, " to be cached")
             workers = workers_for(num_workers, dataset, here)
             files, first = files_of(dataset, directory)
             return {"the class": class_name(dataset), "the length": files.source["length"]}
@@ -83,7 +84,8 @@ def cache_dataset(
         cure = "Pass the same dataset on every rank."
         differ = partial(raise_if_different, "cache_dataset", cure=cure)
         exchange(store_client(), "cache_dataset", look, differ)
-        with rank_zero_first(local=True):
+        # The build takes as long as it takes, and a bar shows its progress.
+        with rank_zero_first(local=True, timeout=3e7):
             if here.is_local_main:
                 ensure(dataset, files, workers)
             return CachedDataset(dataset, files, first)

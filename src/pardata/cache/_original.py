@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from pardata._pytree import bytes_of, content_hash, keystr, leaves_with_path, map_with_path
-from pardata._validation import check_map_style, type_with_article
+from pardata._validation import type_with_article
 from pardata.data._whole_batches import layers
 from pardata.data._workers import choose_workers
 from pardata.environment._logger import get_logger
@@ -36,16 +36,6 @@ _BANDS = ("L", "RGB", "RGBA", "CMYK", "YCbCr", "LA")  # image modes of 8 bits a 
 Fields: TypeAlias = dict[str, Tensor]
 
 _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}  # a bool is an int, too
-
-
-def check_source(dataset: Any) -> None:
-    """Refuse what has no samples by index."""
-    check_map_style(dataset, " to be cached")
-    if len(dataset) == 0:
-        raise ValueError(
-            f"`dataset` must have at least one sample to be cached, but {type(dataset).__name__} "
-            f"has none: look at where it reads from"
-        )
 
 
 def workers_for(num_workers: Any, dataset: Any, here: World) -> int:
@@ -82,7 +72,8 @@ def read_sample(dataset: Any, index: int, seed: int = 0) -> tuple[Any, dict[str,
 
 def identity_of(dataset: Any) -> dict[str, Any]:
     """Return what shows that a cache is of this source; warn, on rank 0, where it is random."""
-    length = len(dataset)
+    if not (length := len(dataset)):
+        raise ValueError("`dataset` must have a sample to be cached, but has none")
     is_random = is_lawless = False
     subsets = [layer for layer in layers(dataset) if isinstance(layer, Subset)]
     digests = [content_hash(torch.as_tensor(subset.indices, device="cpu")) for subset in subsets]

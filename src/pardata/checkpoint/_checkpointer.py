@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pardata._validation import check_bool, check_int, local_path
+from pardata._validation import check_bool, check_int, local_path, plain_number
 from pardata.checkpoint import _shards as shards
 from pardata.checkpoint._background import Background
 from pardata.checkpoint._checkpoint import Likes, Restored, likes_of, newest
@@ -84,7 +84,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         self._asynchronous = asynchronous
         # What must be the same on all ranks, else they would write to different places.
         self._options = {"directory": str(self._directory), "asynchronous": asynchronous}
-        self._options |= {"keep": keep, "keep_best": keep_best}
+        self._options |= {"keep": plain_number(keep), "keep_best": keep_best}
         self._folder = Folder(self._directory, self._retention)
         self._background: Background | None = None
         self._group: Any = None  # the group of messages in the background
@@ -115,7 +115,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         """
         here = require_world("Checkpointer.save")
         self.wait()
-        own: Any = per_rank or {}
+        step, own = plain_number(step), per_rank or {}
+        objects = {name: plain_number(thing) for name, thing in objects.items()}
         snapshot: Snapshot
 
         def tell() -> dict[str, object]:
@@ -171,7 +172,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         """
         here = require_world("Checkpointer.restore")
         self.wait()
-        likes: Likes = {}
+        at, likes = plain_number(at), Likes()
 
         def tell() -> dict[str, object]:
             if at is not None:

@@ -37,8 +37,6 @@ class Folder:
     def __init__(self, directory: Path, retention: Retention) -> None:
         self._directory = directory
         self._retention = retention
-        # The first save, which shows where they go; the others are for DEBUG.
-        self._log, self._later = _log.info, "; later saves are logged at DEBUG"
         since = time.strftime("%Y-%m-%d %H:%M:%S %z")
         self._token = os.urandom(8).hex()  # no two are the same
         self._me = f"process {os.getpid()} on {socket.gethostname()}, since {since}\n{self._token}"
@@ -86,8 +84,7 @@ class Folder:
             sync(self._directory)
             self._prune()
         figures = step, self._directory, size / 1e6, time.perf_counter() - self._began
-        self._log(f"pardata saved step %d to %s, %.1f MB in %.2f s{self._later}", *figures)
-        self._log, self._later = _log.debug, ""
+        _log.info("pardata saved step %d to %s, %.1f MB in %.2f s", *figures)
 
     def _prune(self) -> None:
         self._check_owner()

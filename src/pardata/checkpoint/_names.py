@@ -77,13 +77,11 @@ class Retention:
 
     def check_value(self, objects: Mapping[str, Any]) -> None:
         """Raise if what the best is known by is not among what is saved."""
-        if self._by is None:
-            return
-        what = repr(objects[self._by]) if self._by in objects else "missing"
-        if what == "missing" or type(objects[self._by]) not in (int, float, type(None)):
+        value = objects.get(self._by or "", "missing")
+        if self._by is not None and type(value) not in (int, float, type(None)):
             raise TypeError(
                 f"`{self._by}` must be saved each time, as a number, because `keep_best` "
-                f"compares it, but is {what}: pass float(…), or None if it is not known"
+                f"compares it, but is {value}: pass float(…), or None if it is not known"
             )
 
     def outdated(self, directory: Path, there: list[Name]) -> list[Name]:

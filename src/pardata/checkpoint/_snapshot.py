@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pardata._pytree import KeyPath, is_custom_container, keystr, map_with_path, sha256_of
-from pardata._validation import type_with_article
+from pardata._validation import plain_number, type_with_article
 from pardata.checkpoint._shards import is_sharded
 from pardata.environment._device import has_streams
 from pardata.environment._version import __version__
@@ -88,7 +88,7 @@ class Snapshot:
             if name in self._with_bits:
                 self.texts[".".join(map(str, at))] = _text_of(leaf, self._with_bits[name])
             if not isinstance(leaf, Tensor):
-                return leaf
+                return plain_number(leaf)
             if not is_sharded(leaf):
                 return make(leaf)
             self.parts[at] = leaf

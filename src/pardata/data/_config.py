@@ -105,8 +105,8 @@ def resolve(given: LoaderConfig) -> ResolvedConfig:
     def decide(facts_of_ranks: list[dict[str, Any]]) -> list[int]:
         loaders: list[list[int]] = [each.pop("loaders") for each in facts_of_ranks]  # may differ
         cure = (
-            "Pass the same dataset and arguments on every rank. Sort what glob and os.listdir "
-            "return, and seed what splits or shuffles the samples."
+            "Pass the same dataset and arguments on every rank. Sort what glob, os.listdir and set "
+            "return, do without hash() of a text, and seed what splits or shuffles the samples."
         )
         raise_if_different("make_loader", facts_of_ranks, cure)
         return loaders[0]
@@ -228,12 +228,8 @@ def _check_sampler(given: LoaderConfig) -> None:
 def _length_of(given: LoaderConfig) -> int | None:
     if given.sharded:
         return None  # what a rank's part says of itself is not the length of the whole
-    try:
-        return len(given.dataset)
-    except TypeError:
-        if isinstance(given.dataset, IterableDataset):
-            return None  # it may have none
-        raise
+    is_stream = isinstance(given.dataset, IterableDataset)
+    return length_of(given.dataset) if is_stream else len(given.dataset)
 
 
 def _plan(given: LoaderConfig, ranks: World, *, drop_last: bool) -> Plan:

@@ -47,22 +47,40 @@ def open_files(name: str, holder: Any) -> Iterator[str]:
 
 
 def listed_samples(dataset: Any) -> str:
-    """Return a hash of the lists of a dataset that have an entry for each sample, if it has any.
+    """Return a hash of what a dataset lists: files, indices, labels, and the numbers of classes.
 
-    Of a long list it takes some entries: numbers, texts, and of paths the last name, because nodes
-    may have copies of the files.
+    It looks at lists and vectors with an entry for each sample, and at dicts that number classes.
+    Of a path it takes the last name, because nodes may have copies of the files.
     """
     lists: list[list[Any]] = []
     for layer in layers(dataset) if not isinstance(dataset, IterableDataset) else ():
-        for value in getattr(layer, "__dict__", {}).values():
-            if isinstance(value, list | tuple) and len(value) == len(layer):
-                some = value[:: max(1, len(value) // _SOME)]
-                entries = [each[0] if isinstance(each, tuple) and each else each for each in some]
-                names = [PurePath(x).name if isinstance(x, str | PurePath) else x for x in entries]
-                # A list of anything else may be a cache, which each rank fills by itself.
-                if all(isinstance(name, str | int) for name in names):
-                    lists.append(names)
+        held = [layer, *getattr(layer, "__dict__", {}).values()]
+        held += [part for value in held if type(value) is tuple for part in value[:_SOME]]
+        for value in held:
+            entries: Any = ()
+            if _numbers_classes(value):
+                entries = sorted(value, key=value.get)
+            elif isinstance(value, list | tuple) or getattr(value, "ndim", 0) == 1:
+                some = value[:: len(value) // _SOME or 1] if len(value) == len(layer) else ()
+                entries = some.tolist() if hasattr(some, "tolist") else some
+            # A list of anything else may be a cache, which each rank fills by itself.
+            if all(names := [_name(entry) for entry in entries]):
+                lists.append(names)
     return hashlib.sha256(repr(lists).encode()).hexdigest()[:16] if any(lists) else ""
+
+
+def _numbers_classes(value: Any) -> bool:
+    whole = type(value) is dict and all(type(number) is int for number in value.values())
+    return whole and len(value) > 1 and sorted(value.values()) == [*range(len(value))]
+
+
+def _name(entry: Any) -> list[Any]:
+    """Return the whole numbers and texts in an entry, as of a path and a label."""
+    if isinstance(entry, tuple):
+        return [name for part in entry for name in _name(part)]
+    if isinstance(entry, str | PurePath):
+        return [PurePath(entry).name]
+    return [entry] if isinstance(entry, int) else []
 
 
 def _paths(name: str, holder: Any, is_wanted: Callable[[Any], bool]) -> Iterator[str]:

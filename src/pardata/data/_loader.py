@@ -21,8 +21,7 @@ from pardata.environment._logger import get_logger
 
 _log = get_logger(__name__)
 
-_LONG_SHARE = 0.3  # the part of an epoch from which waiting is long
-_LONG = 1.0  # the seconds from which it is
+_LONG, _LONG_SHARE = 1.0, 0.3  # from so many seconds and this part of an epoch on waiting is long
 _END = (None, None, None)  # no step, and no batch
 
 Parts: TypeAlias = tuple[Recipe, Source, Placement]
@@ -107,7 +106,7 @@ class Loader:
         >>> list(loader.epochs(2))
         []
         """
-        check_int("count", count, least=0)
+        count = check_int("count", count, least=0)
         if 0 < count <= (done := self._bookmark.unused.epoch):
             text = "epochs(%d) runs nothing: %d are done since the run began; loop over range(%d)"
             _log.warning(text, count, done, count, ranks=[0], once=True)
@@ -120,8 +119,7 @@ class Loader:
 
         After `load_state_dict`, the epoch of that state still runs only its rest.
         """
-        check_int("epoch", epoch, least=0)
-        self._bookmark.set_epoch(epoch)
+        self._bookmark.set_epoch(check_int("epoch", epoch, least=0))
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the loader is, as a few numbers that are the same on every rank.
@@ -253,14 +251,13 @@ class Loader:
 
     def _speak_of_waiting(self, clock: Clock) -> None:
         stats = clock.stats()
-        if self._has_spoken or not stats["samples"]:
-            return  # nothing was left of the epoch that was loaded
-        self._has_spoken = True
-        if stats["wait_seconds"] < _LONG or stats["wait_share"] < _LONG_SHARE:
+        is_long = stats["wait_seconds"] >= _LONG and stats["wait_share"] >= _LONG_SHARE
+        if self._has_spoken or not is_long:
             return
+        self._has_spoken = True
         workers = 0 if self._source.workers is None else self._source.workers.num_workers
         text = (
-            f"the first epoch waited {stats['wait_share']:.0%} of its {stats['seconds']:.1f} s "
+            f"the epoch waited {stats['wait_share']:.0%} of its {stats['seconds']:.1f} s "
             f"for data: more num_workers (now {workers}) read in parallel, cache_dataset decodes "
             f"once, and batch_transform does a whole batch at a time"
         )

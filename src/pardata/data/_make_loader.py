@@ -8,6 +8,7 @@ from typing import Any, Literal, Unpack
 import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
+from pardata._validation import plain_number
 from pardata.data._config import LoaderConfig, ResolvedConfig, resolve
 from pardata.data._held_objects import own_generators
 from pardata.data._loader import Loader, Parts
@@ -53,9 +54,10 @@ def make_loader(
     some ranks get an empty one. Epochs advance by themselves, and ``state_dict()`` resumes at any
     step and any world size.
 
-    The loader reads by whole batches if the dataset is a ``TensorDataset``, what `cache_dataset`
-    returns, a ``Subset`` of such, or has ``__getitems__``. If ``__getitems__`` returns a list of
-    samples, the loader collates it. It takes a tensor, tuple or dict as the batch itself.
+    The loader reads by whole batches, without workers, if the dataset is a ``TensorDataset``, what
+    `cache_dataset` returns, or a ``Subset`` of such. If another dataset has ``__getitems__``, the
+    loader reads each batch by one call of that. It collates a list of samples, and takes a tensor,
+    tuple or dict as the batch itself.
 
     Collective: every rank must call it, unless ``distributed=False``. Iterating is collective in
     two cases. Ranks compare the order of a `sampler` at the start of each epoch, and agree on the
@@ -99,8 +101,9 @@ def make_loader(
             augmentation that draws from these generators depends neither on the workers nor on the
             world size. An ``IterableDataset`` is always seeded before each batch instead.
             `collate_fn`, `batch_transform` and ``__getitems__`` are seeded for each microbatch.
-            Without `microbatch_size` it is an error if they draw in one of the first 16 steps of an
-            epoch, or in each sixteenth after them.
+            Without `microbatch_size` it is an error if the first two draw in the first 16 steps
+            of an epoch, or in each sixteenth after them. If ``__getitems__`` draws, the loader
+            reads one by one, by ``__getitem__``.
         device: where the batches go. ``"auto"`` is the world's device; ``None`` leaves them on the
             CPU.
         batch_transform: applied to each batch, or microbatch, on the device.
@@ -126,7 +129,7 @@ def make_loader(
     >>> [batch.tolist() for (batch,) in make_loader(data, batch_size=2)]
     [[0, 1], [2, 3], [4]]
     """
-    settings = resolve(LoaderConfig(**locals()))
+    settings = resolve(LoaderConfig(**{n: plain_number(x) for n, x in locals().items()}))
     loader = Loader(settings.plan, _parts(settings), partial(_with_seed, settings))
     if settings.numbered is not None:
         take_number(torch.initial_seed(), settings.numbered[1], loader)

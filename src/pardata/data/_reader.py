@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from pardata.data._order import Request, as_list
 from pardata.data._plan import Fetched, GlobalStep
-from pardata.data._whole_batches import is_read_whole, on_cpu, whole_batch_reader
+from pardata.data._whole_batches import has_getitems, on_cpu, whole_batch_reader
 from pardata.rng import _rng_state as generators
 from pardata.rng._seeds import mix
 from pardata.store._remote_error import RemoteError
@@ -75,10 +75,10 @@ class Collation(NamedTuple):
     def called(
         self, user: str, function: Callable[[Any], Any], given: Any, step: GlobalStep
     ) -> Any:
-        """Return ``function(given)``. A StopIteration in it is an error, not the epoch's end."""
+        """Return ``function(given)``; say where, if that raises."""
         try:
             return function(given)
-        except StopIteration as error:
+        except Exception as error:  # a StopIteration too, which is not the epoch's end
             what = f"`{user}` failed in step {step.number} of epoch {step.epoch}"
             raise self.failed(what, error) from error
 
@@ -95,8 +95,7 @@ class Reader(Dataset[Any]):
     def __init__(self, dataset: Any, collation: Collation) -> None:
         self.dataset, self.collation = dataset, collation
         self.look_again()
-        # A Subset has __getitems__ whatever it is of, and would read one by one itself.
-        self._by_items = hasattr(dataset, "__getitems__") and is_read_whole(dataset)
+        self._by_items = has_getitems(dataset)
         self._epoch = -1  # that the dataset was told
 
     def look_again(self) -> None:
@@ -135,14 +134,23 @@ class Reader(Dataset[Any]):
 
         Each is seeded by its place: its index, or its position.
         """
-        if self._by_items:
-            with self.collation.around("__getitems__", step, microbatch):
-                samples = self._got(self.dataset.__getitems__, indices)
-            if not isinstance(samples, list) and self.collation.collate_fn is None:
-                return samples, 0  # a whole batch: PyTorch's protocol has a list of samples
-        else:
+        samples = self._many(step, microbatch, indices) if self._by_items else None
+        if samples is None:
             samples = self._samples(step.epoch, indices, places)
+        elif not isinstance(samples, list) and self.collation.collate_fn is None:
+            return samples, 0  # a whole batch: PyTorch's protocol has a list of samples
         return self.collation.batch_of(samples, indices, step, microbatch)
+
+    def _many(self, step: GlobalStep, microbatch: int, indices: Sequence[Any]) -> Any:
+        """Return what ``__getitems__`` returns, or None, from now on, if it drew for a share."""
+        before = self.collation.around_reading()
+        self.collation.around("__getitems__", step, microbatch)  # seeds for a microbatch
+        samples = self._got(self.dataset.__getitems__, indices)
+        if self.collation.microbatches or not before.moved():
+            return samples
+        # How many numbers a share draws depends on the ranks. One by one each sample has a seed.
+        self._by_items = False
+        return None
 
     def _samples(self, epoch: int, indices: Sequence[Any], places: Sequence[int]) -> list[Any]:
         """Return samples, each read with all default generators seeded for its place."""

@@ -75,12 +75,10 @@ def whole_batch_reader(dataset: Any) -> ReadRows | None:
     return None
 
 
-def is_read_whole(dataset: object) -> bool:
-    """Whether a batch of `dataset` is one operation and not a loop over samples."""
-    if whole_batch_reader(dataset) is not None:
-        return True
-    if isinstance(dataset, Subset):  # has __getitems__ whatever it is a subset of
-        return is_read_whole(dataset.dataset)
+def has_getitems(dataset: object) -> bool:
+    """Whether `dataset` reads many samples at once; a Subset has the method whatever it is of."""
+    if isinstance(dataset, Subset) and type(dataset).__getitems__ is Subset.__getitems__:
+        return has_getitems(dataset.dataset)
     return hasattr(dataset, "__getitems__")
 
 

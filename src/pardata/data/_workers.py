@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from pardata._validation import check_int
 from pardata.data._position import Position
-from pardata.data._whole_batches import is_read_whole, on_cpu, outline
+from pardata.data._whole_batches import on_cpu, outline, whole_batch_reader
 from pardata.data._worker_processes import started
 from pardata.environment._device import has_streams
 from pardata.environment._world import World, cpus_per_rank
@@ -40,11 +40,11 @@ def choose_workers(num_workers: Any, dataset: Any, here: World) -> int:
             hand over a tensor.
     """
     if num_workers == "auto":
-        num_workers = 0 if is_read_whole(dataset) else min(8, cpus_per_rank(here) - 1)
-    check_int("num_workers", num_workers, least=0, why=" or 'auto'")
-    if num_workers:
+        num_workers = 0 if whole_batch_reader(dataset) else min(8, cpus_per_rank(here) - 1)
+    number = check_int("num_workers", num_workers, least=0, why=" or 'auto'")
+    if number:
         _check_they_can_send()
-    return int(num_workers)
+    return number
 
 
 def worker_options(

@@ -44,7 +44,7 @@ class MetricWriter(AbstractContextManager["MetricWriter"]):
 
     def __init__(self, directory: str | os.PathLike[str], *, after: int | None = None) -> None:
         if after is not None:
-            check_int("after", after)
+            after = check_int("after", after)
         path = local_path("directory", directory)
         self._file: TextIO | None = None
         self._board: Any = None
@@ -66,7 +66,7 @@ class MetricWriter(AbstractContextManager["MetricWriter"]):
                 it names, is not one number.
             ValueError: a value is named ``"step"``. On rank 0, after `close`.
         """
-        check_int("step", step)
+        step = check_int("step", step)
         if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
             raise TypeError(
                 f"`values` must map names to numbers, but is {values!r}: pass {{'loss': loss}}"

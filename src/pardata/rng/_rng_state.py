@@ -22,7 +22,6 @@ class Default(NamedTuple):
     restore: Callable[[Any], object]
 
     def moved_since(self, state: Any) -> bool:
-        """Return whether somebody drew from it, or seeded it."""
         now = self.state()
         return not (torch.equal(now, state) if isinstance(state, torch.Tensor) else now == state)
 
@@ -71,6 +70,10 @@ class Kept:
     def __exit__(self, *_: object) -> None:
         for generator, state in self.states:
             generator.restore(state)
+
+    def moved(self) -> bool:
+        """Return whether somebody drew from one, or seeded it."""
+        return any(generator.moved_since(state) for generator, state in self.states)
 
 
 def kept_generators() -> Kept:
@@ -142,7 +145,7 @@ def no_draws(what: str, device: torch.device | None = None) -> Iterator[None]:
     """
     before = Kept((*default_generators(), *_of(device)))
     yield
-    if any(generator.moved_since(state) for generator, state in before.states):
+    if before.moved():
         raise RuntimeError(
             f"`{what}` must draw no random numbers from a batch whose size depends on the number "
             f"of ranks, but did: pass `microbatch_size`, so that it gets the same microbatches "

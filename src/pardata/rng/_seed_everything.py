@@ -33,7 +33,7 @@ def seed_everything(seed: int, *, per_rank: bool = False, deterministic: bool = 
     >>> seed_everything(0)
     0
     """
-    check_int("seed", seed)
+    seed = check_int("seed", seed)
     if not 0 <= seed < 2**63:
         raise ValueError(f"`seed` must be between 0 and 2**63 - 1, but is {seed}")
     check_bool("per_rank", per_rank)

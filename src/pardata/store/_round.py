@@ -32,6 +32,7 @@ _SAME_CALLS = "every rank must make the same calls in the same order, but"
 # Characters of a value and of an error, and errors in a result: a TCPStore closes a connection
 # that sends more than 8 MiB.
 _MOST, _MOST_TEXT, _MOST_ERRORS = 2**22, 2**16, 8
+_SHOWN = 3  # facts that differ, in an error
 
 
 def exchange(
@@ -109,8 +110,10 @@ def raise_if_different(call: str, rows: list[dict[str, object]], cure: str) -> N
     rows = [{name: facts.get(name, "(nothing)") for name in known} for facts in rows]
     names = [name for name in known if len({repr(facts[name]) for facts in rows}) > 1]
     if names:
-        lines = [", ".join(f"{name}={facts[name]!r}" for name in names) for facts in rows]
-        what = f"{', '.join(f'`{name}`' for name in names)} differ{'s' if len(names) == 1 else ''}"
+        first, more = names[:_SHOWN], len(names) - _SHOWN
+        lines = [", ".join(f"{name}={facts[name]!r}" for name in first) for facts in rows]
+        what = ", ".join(f"`{name}`" for name in first) + (f" and {more} more" if more > 0 else "")
+        what += " differs" if len(names) == 1 else " differ"
         must = f"every rank must pass the same to `{call}`, but {what}"
         raise RuntimeError(f"{must}:\n{format_rank_table(lines)}\n{cure}")
 

@@ -37,7 +37,6 @@ class Strategy(ABC):
         takes_devices: whether the model may be spread over several.
         places_model: whether `wrap` moves the model to its device, part by part.
         own_options: names of options that are not for what `options_of` returns.
-        cure: for ranks that differ.
         step: the class of one step of `backward`.
     """
 
@@ -47,7 +46,6 @@ class Strategy(ABC):
     is_collective = needs_group = True
     takes_sharded_parts = takes_devices = places_model = False
     own_options: Collection[str] = ()
-    cure = "Build the same model, in the same order, on every rank."
 
     def check(self, model: nn.Module, settings: Settings) -> None:  # noqa: B027  # some strategies have nothing to check
         """Refuse a model or settings that this strategy cannot take, but others can."""

@@ -1,20 +1,19 @@
 """One argument chooses how replicas are kept equal."""
 
 import inspect
-from itertools import zip_longest
+from functools import partial
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from pardata._validation import check_bool, check_module, type_with_article
+from pardata._validation import check_bool, check_module, plain_number, type_with_article
 from pardata.environment._device import check_supported, checked_device
 from pardata.environment._world import require_world, store_client
 from pardata.model._torch_internals import BatchNorm
 from pardata.model._unwrap import ShardedModule, is_parallel, layers
-from pardata.store._rank_format import format_rank_table
-from pardata.store._round import require_equal
+from pardata.store._round import raise_if_different, require_equal
 from pardata.strategies._ddp import DdpStrategy
 from pardata.strategies._dp import DpStrategy
 from pardata.strategies._fsdp import FsdpStrategy
@@ -25,6 +24,7 @@ from pardata.strategies.exact._exact import ExactStrategy
 StrategyName: TypeAlias = Literal["auto", "none", "dp", "ddp", "fsdp", "exact"]
 
 _NONE = NoneStrategy()
+_SAME = "Build the same model, in the same order, with the same options, on every rank."
 
 # In the order in which they are looked for in a model: what reduces gradients first.
 STRATEGIES: tuple[Strategy, ...] = (
@@ -109,10 +109,10 @@ def wrap_model(
     'Linear'
     """
     here = require_world("wrap_model")
-    name = strategy
-    if name == "auto":
-        name = "ddp" if here.size > 1 else "none"
-    settings = Settings(here, device, sync_batchnorm, options)
+    automatic: StrategyName = "ddp" if here.size > 1 else "none"
+    name = automatic if strategy == "auto" else strategy
+    plain = {name: plain_number(value) for name, value in options.items()}
+    settings = Settings(here, device, sync_batchnorm, plain)
 
     def checked() -> dict[str, object]:
         chosen = named(name)
@@ -129,7 +129,8 @@ def wrap_model(
     if any(one.name == name and not one.is_collective for one in STRATEGIES):
         checked()
     else:  # an unknown one too: the other ranks may have it right, and wait
-        require_equal(store_client(), "wrap_model", checked, _check_same_models)
+        differ = partial(raise_if_different, "wrap_model", cure=_SAME)
+        require_equal(store_client(), "wrap_model", checked, differ)
     chosen = named(name)
     if sync_batchnorm and here.size > 1 and chosen.is_collective:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -227,23 +228,11 @@ def _facts_of(model: nn.Module, strategy: str, settings: Settings) -> dict[str, 
     plain = {key: value for key, value in options.items() if isinstance(value, _PLAIN)}
     plain.pop("output_device", None)  # each rank's own
     facts: dict[str, object] = {"the strategy": strategy, "the options": plain}
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+    named = [*model.named_parameters(), *model.named_buffers()]
+    for number, (name, tensor) in enumerate(named):
         trained = ", trained" if tensor.requires_grad else ""
-        facts[name] = f"{tuple(tensor.shape)} {tensor.dtype}{trained}".replace("torch.", "")
+        facts[name] = f"{number}: {tuple(tensor.shape)} {tensor.dtype}{trained}"
     return facts
-
-
-def _check_same_models(told: list[dict[str, object]]) -> None:
-    """Raise, with a table of the first difference, if the ranks hold different models."""
-    models = [[f"`{name}` {fact}" for name, fact in facts.items()] for facts in told]
-    if all(model == models[0] for model in models):
-        return
-    entries = zip_longest(*models, fillvalue="no further parameter or buffer")
-    first = next(entry for entry in entries if len(set(entry)) > 1)
-    raise RuntimeError(
-        f"every rank must pass the same model to `wrap_model`, but they differ, first here:\n"
-        f"{format_rank_table(first)}\n{named(told[0]['the strategy']).cure}"
-    )
 
 
 def named(name: object) -> Strategy:

@@ -66,7 +66,7 @@ def run(
     >>> run(max, 1, 2, world_size=1)
     [2]
     """
-    check_int("world_size", world_size, least=1)
+    world_size = check_int("world_size", world_size, least=1)
     timeout = to_timedelta(timeout).total_seconds()
     variables = _environment(env or {})
     job = pickle.dumps((fn, args))

@@ -82,8 +82,8 @@ FAULTS = [
     Fault("shorter data", "has a shorter dataset", SOON,
           DIFFER.format("make_loader", "`the length`", "95")),
     Fault("seed", "passes another seed", SOON, DIFFER.format("make_loader", "`seed`", "5")),
-    Fault("model", "has another model", SOON, r"pass the same model to `wrap_model`, but they "
-          r"differ, first here:" + ROW.format(r"`weight` \(3, 2\) float32")),
+    Fault("model", "has another model", SOON,
+          DIFFER.format("wrap_model", "`weight`, `bias`", r"weight='0: \(3, 2\) torch.float32")),
     Fault("shorter stream", "has a shorter iterable dataset", SOON,
           "they ended on rank <C> of 3 before the others"),
     Fault("other weights", "changes a weight", IN_TIME,

@@ -81,7 +81,6 @@ class ExactStrategy(Strategy):
     step = ExactStep
     wrapper = ExactModel
     needs_group = False
-    cure = f"{Strategy.cure[:-1]}, with processors, versions and precisions that are alike."
 
     def check(self, model: nn.Module, settings: Settings) -> None:
         if settings.sync_batchnorm or synchronised(model):

@@ -182,7 +182,9 @@ class Requests(Sampler[Request]):
             nonlocal drawn
             drawn = self._drawn_once(epoch)
             digest = _digest(drawn)
-            if self._looks_twice and _digest(self._drawn_once(epoch)) != digest:
+            # PyTorch's samplers without a generator draw from the default ones, perhaps for long.
+            looks = self._looks_twice and getattr(self.sampler, "generator", self) is not None
+            if looks and _digest(self._drawn_once(epoch)) != digest:
                 raise ValueError(
                     f"`{self.name}` must yield the same order each time it is read in epoch "
                     f"{epoch}, but {type(self.sampler).__name__} yielded two orders: let its "
@@ -197,8 +199,7 @@ class Requests(Sampler[Request]):
             raise_if_different(f"make_loader({self.name}=…)", facts, cure)
             return facts[0]["the order"]
 
-        call = "iter(loader) with a sampler"
-        digest: str = exchange(store_client(self.ranks), call, draw, decide)
+        digest: str = exchange(store_client(self.ranks), "iter(loader) of a sampler", draw, decide)
         return drawn, digest
 
     def _drawn_once(self, epoch: int) -> Sequence[Any]:
@@ -243,7 +244,7 @@ class Requests(Sampler[Request]):
 
 
 def _digest(drawn: Sequence[Any]) -> str:
-    data = drawn.tobytes() if isinstance(drawn, array) else repr(drawn).encode()
+    data: Any = drawn if isinstance(drawn, array) else repr(drawn).encode()
     return hashlib.sha256(data).hexdigest()[:16]
 
 

@@ -101,7 +101,7 @@ def _lines():
 
 def test_an_epoch_that_waited_long_says_so_once_on_rank_0_and_what_to_change():
     line = (
-        "[0/3] the epoch waited 60% of its 10.0 s for data: more num_workers (now 0) "
+        "[0/3] the epoch waited 60% of its 10.0 s for data: more num_workers "
         "read in parallel, cache_dataset decodes once, and batch_transform does a whole batch at a "
         "time"
     )

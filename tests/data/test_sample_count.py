@@ -79,11 +79,7 @@ COUNTED = {
     "an object": (Object(x=rows(4, 2), y=labels(4)), 4),
     "no rows, of lists": (([i[:0] for i in IMAGES], [boxes(0)] * 4), 0),
     # items of lists
-    "as many boxes as channels": (tuple(zip(*detection(3, 3, 3, 3), strict=True)), 4),
-    "one image": (tuple(zip(*detection(3), strict=True)), 1),
     "images and names": ((IMAGES, ["a", "b", "c", "d"]), 4),
-    "a dict of lists": ({"images": IMAGES, "targets": [boxes(i) for i in range(4)]}, 4),
-    "samples with a number": ([(image(), 3), (image(), 4)], 2),
     "a dict each, of tensors": ([{"image": i, **boxes(n)} for n, i in enumerate(IMAGES)], 4),
     "graphs and labels": (([graph(4, 6), graph(3, 1), graph(9, 9)], labels(3)), 3),
 }
@@ -92,6 +88,9 @@ UNTOLD = {
     "sequences of unlike length": [rows(5), rows(7), rows(2)],
     "lists of unlike length": (IMAGES, [boxes(1), boxes(2)]),
     "images and masks": (IMAGES, [torch.zeros(3, 8, 8)] * 4),
+    "a list for each field": tuple(zip(*detection(3, 3, 3, 3), strict=True)),
+    "a dict of lists": {"images": IMAGES, "targets": [boxes(i) for i in range(4)]},
+    "samples with a number": [(image(), 3), (image(), 4)],
     "numbers": 1.5,
     "samples of one kind": [(rows(2), rows(3)), (rows(4), rows(5)), (rows(6), rows(7))],
     "a graph": graph(4, 6),

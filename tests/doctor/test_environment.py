@@ -105,9 +105,10 @@ def test_gpus_are_counted_and_those_that_torch_does_not_see_are_a_warning(gpus):
     check(gpus(lambda: True, ["H200", "H100", "H200"], 3), OK, here)
     check(gpus(lambda: False), OK, "none: training runs on the CPU")
     cure = f"install a torch for CUDA (this one is {torch.__version__}), unset CUDA_VISIBLE_DEVICES"
-    check(gpus(lambda: False, files=2), WARNING, "torch sees none of 2 in /dev", cure)
+    none = "torch sees none of 2 in /proc/driver/nvidia/gpus"
+    check(gpus(lambda: False, files=2), WARNING, none, cure)
     finding = gpus(_too_old, files=2)
-    check(finding, WARNING, "torch sees none of 2 in /dev (the driver is too old)", cure)
+    check(finding, WARNING, f"{none} (the driver is too old)", cure)
     assert "unset CUDA_VISIBLE_DEVICES (it is '')" in finding.cure
 
 

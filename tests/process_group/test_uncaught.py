@@ -220,3 +220,29 @@ def fail_in_a_second_group():
 def test_the_hook_of_a_group_that_the_user_destroyed_says_nothing_of_the_next():
     expected = [[f"[{rank}/2] failed: ValueError: boom (an unknown line)"] for rank in range(2)]
     assert launched(fail_in_a_second_group, size=2) == expected
+
+
+# The collectives of an accelerator do not end where a peer has: here a sleep stands for one.
+STUCK = """
+import time, pardata
+from pardata.process_group import _watchdog
+
+_watchdog._STUCK = 1.0
+_watchdog.has_accelerator_backend = lambda backend: True
+here = pardata.init(timeout=100)
+pardata.barrier("all are there")
+if here.rank == 1:
+    raise ValueError("boom")
+time.sleep(80)
+"""
+
+
+def test_a_rank_that_waits_on_an_accelerator_for_one_that_failed_ends_and_says_why(
+    programs, tmp_path
+):
+    runs = {"stuck": (STUCK, slurm_variables)}
+    stuck, failed = run_all(programs, tmp_path, runs, size=2)["stuck"]
+    assert (stuck.code, failed.code) == (1, 1)
+    why = "failed because rank 1 failed first: ValueError: boom (train.py:"
+    assert f"[0/2] {why}" in stuck.text
+    assert "this rank waited for it" in stuck.text

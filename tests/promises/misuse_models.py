@@ -52,7 +52,7 @@ def reduced_by_torch():
 
 
 def tied():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     model[1].weight = model[0].weight
     return model
 

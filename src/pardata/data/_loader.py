@@ -255,10 +255,9 @@ class Loader:
         if self._has_spoken or not is_long:
             return
         self._has_spoken = True
-        workers = 0 if self._source.workers is None else self._source.workers.num_workers
         text = (
             f"the epoch waited {stats['wait_share']:.0%} of its {stats['seconds']:.1f} s "
-            f"for data: more num_workers (now {workers}) read in parallel, cache_dataset decodes "
-            f"once, and batch_transform does a whole batch at a time"
+            f"for data: more num_workers read in parallel, cache_dataset decodes once, and "
+            f"batch_transform does a whole batch at a time"
         )
         _log.warning(text, ranks=[0])

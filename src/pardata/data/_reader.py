@@ -146,11 +146,9 @@ class Reader(Dataset[Any]):
         before = self.collation.around_reading()
         self.collation.around("__getitems__", step, microbatch)  # seeds for a microbatch
         samples = self._got(self.dataset.__getitems__, indices)
-        if self.collation.microbatches or not before.moved():
-            return samples
         # How many numbers a share draws depends on the ranks. One by one each sample has a seed.
-        self._by_items = False
-        return None
+        self._by_items = self.collation.microbatches or not before.moved()
+        return samples if self._by_items else None
 
     def _samples(self, epoch: int, indices: Sequence[Any], places: Sequence[int]) -> list[Any]:
         """Return samples, each read with all default generators seeded for its place."""

@@ -153,13 +153,9 @@ def _shown(batch: Any) -> int | None:
         # All of one kind and of unlike length: sequences, a sample each, as well as columns.
         is_told = not is_list(batch) or len(columns) < len(parts) or not _are_alike(columns)
         return len(columns[0]) if is_told or len({*map(len, columns)}) == 1 else None
-    if all(map(is_list, parts)):  # one for each field, or one for each sample
-        by_sample = [*zip(*parts, strict=False)]
-        fields, samples = (all(map(_are_alike, some)) for some in (parts, by_sample))
-        is_told = fields != samples and len({*map(len, parts)}) == 1
-        return len(by_sample if fields else parts) if is_told else None
-    rows = _agreed(parts)
-    return len(parts) if _are_alike(parts) and rows in (None, len(parts)) else None
+    # A list may be all of one field, or a sample: nobody can tell.
+    is_told = _are_alike(parts) and not all(map(is_list, parts))
+    return len(parts) if is_told and _agreed(parts) in (None, len(parts)) else None
 
 
 def _agreed(part: Any) -> int | None:

@@ -75,13 +75,12 @@ def undetected_gpus(root: Path = Path("/")) -> tuple[str, str] | None:
         warnings.simplefilter("always")  # torch warns of a driver that is too old
         if visible_devices():
             return None
-    # A container that was started without them has no device files, but the driver's folder.
-    folders = {"dev": "nvidia[0-9]*", "proc/driver/nvidia/gpus": "*"}
-    found = {f"/{name}": len(list((root / name).glob(one))) for name, one in folders.items()}
-    where = max(found, key=lambda name: found[name])
-    if not found[where] and not said:
+    # The driver's folder is there in a container that was started without them, too.
+    where = "/proc/driver/nvidia/gpus"
+    found = len(list((root / where[1:]).glob("*")))
+    if not found and not said:
         return None
-    text = f"torch sees none of {found[where]} in {where}{f' ({said[0].message})' if said else ''}"
+    text = f"torch sees none of {found} in {where}{f' ({said[0].message})' if said else ''}"
     mask = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
     cure = (
         f"install a torch for CUDA (this one is {torch.__version__}), unset "

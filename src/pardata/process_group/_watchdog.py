@@ -2,11 +2,13 @@
 
 The thread sleeps, and looks once in a tick. A rank that waits for long begins a stall, which the
 others see on the store: each writes its status, and one logs the table. Each look is one request,
-at any number of ranks. Nothing is stopped.
+at any number of ranks. Nothing is stopped, but for a rank that waits on an accelerator for one that
+has failed: it would wait there for half an hour.
 """
 
 import atexit
 import json
+import os
 import sys
 import time
 import traceback
@@ -18,7 +20,9 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from pardata.environment._logger import get_logger
+from pardata.collectives._comm_errors import first_failure
+from pardata.environment._device import has_accelerator_backend
+from pardata.environment._logger import flush_output, get_logger
 from pardata.environment._world import GroupState
 from pardata.store._caller import Frame, frames_of, location, user_frame
 from pardata.store._client import SERVER, StoreClient, set_once, texts_of
@@ -31,6 +35,7 @@ _log = get_logger(__name__)
 _TICK, _SHORTEST = 1.0, 0.1  # seconds between two looks, and the least for a short `after`
 _PATIENCE = 5.0  # seconds for the thread to end
 _GRACE = 0.5  # seconds in which a rank that runs looks and answers
+_STUCK = 20.0  # seconds without progress, from which a rank asks whether another has failed
 _NO_ANSWER = "no answer: it has ended, is stopped, or C code holds the GIL"
 
 
@@ -100,8 +105,9 @@ class Watchdog(Thread):
         self._after, self._tick = after, min(_TICK, max(after / 4, _SHORTEST))
         self._group, self._stopped = state.group, Event()
         client = state.client
-        store = dist.PrefixStore("watchdog", client.request(lambda store: store.clone()))
+        store = client.request(lambda store: store.clone())
         self._client = StoreClient(store, timedelta(0), client.rank, client.size)
+        self._ends = has_accelerator_backend(state.world.backend)  # after another's failure
         # Rank 0 logs, if it answers: it waits less long for the others' status.
         self._patience = (1 if client.rank == 0 else 2) * self._tick + _GRACE
         self._number = 1  # the stall that is under way, or will be the next
@@ -136,9 +142,11 @@ class Watchdog(Thread):
         if frame is None:
             return
         call, since, step = record
+        if self._ends and now - since > _STUCK:
+            self._end_if_another_failed()
         waits = now - since if call or step is not None else 0.0
         if self._began is not None and record is not self._began:
-            over = f"{self._number}/over"
+            over = f"watchdog/{self._number}/over"
             self._client.request(lambda store: store.set(over, ""))
             self._began = None
         news = self._news(rank_status(record, frame))
@@ -150,9 +158,22 @@ class Watchdog(Thread):
         elif not self._has_asked and now - self._answered > self._patience:
             self._log_once()
 
+    def _end_if_another_failed(self) -> None:
+        """End this process if another one has failed.
+
+        gloo raises an error where a peer is gone. A collective of an accelerator does not end, and
+        its host waits.
+        """
+        failed = first_failure(self._client, timedelta(0))
+        if failed is not None and failed.rank != self._client.rank:
+            text = "failed because rank %d failed first: %s; this rank waited for it"
+            _log.error(text, failed.rank, failed.text, ranks="all")
+            flush_output()
+            os._exit(1)
+
     def _news(self, status: RankStatus) -> bool:
         """Return whether a rank began the stall; once this one has answered, whether it is over."""
-        key = f"{self._number}/{'began' if self._answered is None else 'over'}"
+        key = f"watchdog/{self._number}/{'began' if self._answered is None else 'over'}"
         try:
             return self._client.request(lambda store: store.check([key]))
         except TimeoutError:
@@ -163,8 +184,8 @@ class Watchdog(Thread):
         number, rank = self._number, str(self._client.rank)
 
         def answer(store: dist.Store) -> bool:
-            store.set(f"at/{rank}", json.dumps([number, status]))
-            return is_first and set_once(store, f"{number}/began", rank) == rank
+            store.set(f"watchdog/at/{rank}", json.dumps([number, status]))
+            return is_first and set_once(store, f"watchdog/{number}/began", rank) == rank
 
         self._answered, self._has_asked = time.monotonic(), False
         if self._client.request(answer):
@@ -175,9 +196,9 @@ class Watchdog(Thread):
         number, rank, size = self._number, str(self._client.rank), self._client.size
 
         def statuses(store: dist.Store) -> list[str | None] | None:
-            if set_once(store, f"{number}/logs", rank) != rank:
+            if set_once(store, f"watchdog/{number}/logs", rank) != rank:
                 return None
-            return texts_of(store, [f"at/{one}" for one in range(size)])
+            return texts_of(store, [f"watchdog/at/{one}" for one in range(size)])
 
         self._has_asked = True
         if (texts := self._client.request(statuses)) is None:

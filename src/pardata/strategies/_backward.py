@@ -116,7 +116,8 @@ def backward(
             `all_gather` with ``differentiable=True`` may be called where they run equally many.
         batch: the `Microbatches` of a loader or, except under ``"exact"``, one microbatch of any
             kind. For a loader's batch, the number of samples is how many the loader read for it.
-            For any other batch it is the length of the first tensor, or of a list of samples.
+            For any other batch it is the length of the first tensor, or of a list of dicts or
+            objects.
         count: returns what a microbatch counts for in place of its samples, for example its tokens:
             a number from 0 up. The loss of a microbatch that counts 0 is ignored, even if it is
             NaN. If `loss_fn` returns a dict of terms, `count` returns a dict with a number for

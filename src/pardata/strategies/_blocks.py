@@ -18,9 +18,8 @@ def blocks_of(module: nn.Module, blocks: Blocks) -> list[nn.Module]:
 
     Args:
         module: which is not wrapped.
-        blocks: classes of modules; or ``"auto"``: the modules of the outermost
-            lists that hold more than a tenth of the parameters each. A list is an
-            ``nn.ModuleList``, or an ``nn.Sequential`` if there is no such ``nn.ModuleList``.
+        blocks: classes of modules; or ``"auto"``: the modules of each outermost
+            ``nn.ModuleList`` that holds more than a tenth of the parameters.
 
     Raises:
         TypeError: for what is neither.
@@ -39,23 +38,22 @@ def size_of(module: nn.Module) -> int:
 
 def _listed(module: nn.Module) -> list[nn.Module]:
     """Return the modules of the lists that hold many parameters."""
-    for kind in (nn.ModuleList, nn.Sequential):
-        lists = [one for one in _outermost(module, kind) if size_of(one) > _PART * size_of(module)]
-        if found := [part for one in lists for part in _parts(one)]:
-            return found
+    lists = [one for one in _outermost(module) if size_of(one) > _PART * size_of(module)]
+    if found := [part for one in lists for part in _parts(one)]:
+        return found
     raise ValueError(
         f"`blocks` must be classes of modules for {type(module).__name__}, because it has no "
-        f"nn.ModuleList and no nn.Sequential with more than a tenth of its parameters, but is "
-        f"'auto': pass the classes of its blocks, or leave `blocks` out"
+        f"nn.ModuleList with more than a tenth of its parameters, but is 'auto': pass the classes "
+        f"of its blocks, or leave `blocks` out"
     )
 
 
-def _outermost(module: nn.Module, kind: type[nn.Module]) -> Iterator[nn.Module]:
-    if isinstance(module, kind):
+def _outermost(module: nn.Module) -> Iterator[nn.ModuleList]:
+    if isinstance(module, nn.ModuleList):
         yield module
         return
     for child in module.children():
-        yield from _outermost(child, kind)
+        yield from _outermost(child)
 
 
 def _parts(one: nn.Module) -> Iterator[nn.Module]:

@@ -165,14 +165,14 @@ def _blocks(module: nn.Module, settings: Settings) -> list[nn.Module]:
 
 def _mesh(device: torch.device, settings: Settings) -> Any:
     """Return who shards with whom: neighbours, which are on one node, if there are replicas."""
-    from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415  # half a second
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: PLC0415  # half a second
 
     torch.zeros(1, device=device)  # PyTorch makes another current if none has been used before
     size, replicas = settings.here.size, settings.options.get("replicate", 1)
-    if replicas == 1:
-        return init_device_mesh(device.type, (size,))
-    names = ("replicate", "shard")
     world: Any = dist.group.WORLD
+    if replicas == 1:
+        return DeviceMesh.from_group(world, device.type)  # it makes no further group
+    names = ("replicate", "shard")
     # PyTorch splits a group that is bound to its device, which few backends can.
     bound, world.bound_device_id = world.bound_device_id, None
     try:

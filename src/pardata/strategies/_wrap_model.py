@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pardata._validation import check_bool, check_module, plain_number, type_with_article
+from pardata._validation import check_bool, check_module, type_with_article
 from pardata.environment._device import check_supported, checked_device
 from pardata.environment._world import require_world, store_client
 from pardata.model._torch_internals import BatchNorm
@@ -109,10 +109,8 @@ def wrap_model(
     'Linear'
     """
     here = require_world("wrap_model")
-    automatic: StrategyName = "ddp" if here.size > 1 else "none"
-    name = automatic if strategy == "auto" else strategy
-    plain = {name: plain_number(value) for name, value in options.items()}
-    settings = Settings(here, device, sync_batchnorm, plain)
+    name = strategy if strategy != "auto" else ("ddp" if here.size > 1 else "none")
+    settings = Settings(here, device, sync_batchnorm, options)
 
     def checked() -> dict[str, object]:
         chosen = named(name)

@@ -92,10 +92,12 @@ class ExactStrategy(Strategy):
         check_int("threads", settings.options.get("threads", 1), least=1)
 
     def facts(self, model: nn.Module, settings: Settings) -> Facts:
-        torch.set_num_threads(threads := settings.options.get("threads", 1))
+        threads, device = settings.options.get("threads", 1), checked_device(self.device(settings))
+        if device.type == "cpu":
+            torch.set_num_threads(threads)
         if refusal := refused_kernels(model, threads):
             raise refusal
-        return kernels(checked_device(self.device(settings)))
+        return kernels(device)
 
     def wrap(self, model: nn.Module, settings: Settings) -> nn.Module:
         if settings.here.size > 1:

@@ -25,7 +25,7 @@ def kernels(device: torch.device) -> dict[str, object]:
     """Return what decides the last bit of a kernel's result, except its input."""
     cpu = torch.backends.cpu.get_cpu_capability()
     return {
-        "the number of threads": torch.get_num_threads(),
+        "the number of threads": torch.get_num_threads() if device.type == "cpu" else None,
         "torch": str(torch.__version__),  # a class of its own, which compares in its own way
         "the processor": cpu if device.type == "cpu" else properties_of(device).name,
         "a probe of its arithmetic": probe(device)[:16],
@@ -50,16 +50,13 @@ def _wrong_settings(parameters: Iterable[nn.Parameter], threads: int) -> Iterato
     """Yield what lets kernels be chosen by their speed, or in other ways that no probe sees."""
     if torch.backends.cudnn.benchmark:
         yield "torch.backends.cudnn.benchmark must be False, but is True: set it to False"
-    is_on = torch.are_deterministic_algorithms_enabled()
-    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
     on_cpu = all(one.is_cpu or one.is_meta for one in parameters)
-    if (only_warns or not is_on) and not on_cpu:
+    if not on_cpu and torch.get_deterministic_debug_mode() < 2:  # else it raises
         yield (
-            f"a GPU must have deterministic algorithms, but they are "
-            f"{'only warned of (warn_only=True)' if is_on else 'off'}: call "
-            f"seed_everything(seed, deterministic=True), before anything runs there"
+            "a GPU must have deterministic algorithms, but they are off, or only warned of: call "
+            "seed_everything(seed, deterministic=True), before anything runs there"
         )
-    if (now := torch.get_num_threads()) != threads:
+    if on_cpu and (now := torch.get_num_threads()) != threads:
         yield (
             f"PyTorch must keep its {threads} thread(s), but now has {now}: leave "
             f"torch.set_num_threads alone, or wrap with threads={now} from the beginning"

@@ -109,7 +109,8 @@ class Exchange:
         self.spans = [span for spans in subtrees for span in spans]
         self.counts = list(map(len, subtrees))
         self.own, self.first = self.counts[here.rank], sum(self.counts[: here.rank])
-        self.is_plain = here.size == 2 and max(self.counts) == 1
+        # The all-reduce of an accelerator may add in a switch, or without the smallest numbers.
+        self.is_plain = here.size == 2 and max(self.counts) == 1 and here.device.type == "cpu"
 
     def rows(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return room for the sums of this rank's subtrees, one row at least.

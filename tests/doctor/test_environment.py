@@ -105,7 +105,7 @@ def test_gpus_are_counted_and_those_that_torch_does_not_see_are_a_warning(gpus):
     check(gpus(lambda: True, ["H200", "H100", "H200"], 3), OK, here)
     check(gpus(lambda: False), OK, "none: training runs on the CPU")
     cure = f"install a torch for CUDA (this one is {torch.__version__}), unset CUDA_VISIBLE_DEVICES"
-    none = "torch sees none of 2 in /proc/driver/nvidia/gpus"
+    none = "torch sees none of the driver's 2 GPUs"
     check(gpus(lambda: False, files=2), WARNING, none, cure)
     finding = gpus(_too_old, files=2)
     check(finding, WARNING, f"{none} (the driver is too old)", cure)

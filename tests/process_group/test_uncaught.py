@@ -224,14 +224,14 @@ def test_the_hook_of_a_group_that_the_user_destroyed_says_nothing_of_the_next():
 
 # The collectives of an accelerator do not end where a peer has: here a sleep stands for one.
 STUCK = """
-import time, pardata
+import sys, time, pardata
 from pardata.process_group import _watchdog
 
-_watchdog._STUCK = 1.0
+_watchdog._STUCK = 8.0  # longer than the store lives on
 _watchdog.has_accelerator_backend = lambda backend: True
 here = pardata.init(timeout=100)
 pardata.barrier("all are there")
-if here.rank == 1:
+if here.rank == int(sys.argv[1]):
     raise ValueError("boom")
 time.sleep(80)
 """
@@ -240,9 +240,11 @@ time.sleep(80)
 def test_a_rank_that_waits_on_an_accelerator_for_one_that_failed_ends_and_says_why(
     programs, tmp_path
 ):
-    runs = {"stuck": (STUCK, slurm_variables)}
-    stuck, failed = run_all(programs, tmp_path, runs, size=2)["stuck"]
-    assert (stuck.code, failed.code) == (1, 1)
-    why = "failed because rank 1 failed first: ValueError: boom (train.py:"
-    assert f"[0/2] {why}" in stuck.text
-    assert "this rank waited for it" in stuck.text
+    # Rank 0 serves the store, which ends with it.
+    runs = {f"{culprit}": (STUCK, slurm_variables, f"{culprit}") for culprit in (0, 1)}
+    for culprit, ended in run_all(programs, tmp_path, runs, size=2).items():
+        other = 1 - int(culprit)
+        assert [one.code for one in ended] == [1, 1]
+        why = f"failed because rank {culprit} failed first: ValueError: boom (train.py:"
+        assert f"[{other}/2] {why}" in ended[other].text
+        assert "this rank waited for it" in ended[other].text

@@ -50,10 +50,9 @@ class Files(NamedTuple):
             return all((self.folder / name).stat().st_size == written[name] for name in written)
         return False
 
-    def _facts(self) -> dict[str, Any]:
+    def _facts(self) -> Any:
         """Return what was written about them."""
-        facts: dict[str, Any] = json.loads((self.folder / SOURCE).read_text())
-        return facts
+        return json.loads((self.folder / SOURCE).read_text())
 
 
 def files_of(dataset: Any, directory: Any) -> tuple[Files, Any]:

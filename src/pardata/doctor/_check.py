@@ -30,8 +30,7 @@ def check(launch: LaunchInfo, timeout: float) -> list[Finding]:
         with init(timeout=timeout, tune_cpu=False) as here:
             return _trial(here)
     # On CPUs: to which process a GPU belongs is a launcher's task.
-    found: list[Finding] = run(_as_rank, world_size=2, timeout=timeout)[0]
-    return found
+    return run(_as_rank, world_size=2, timeout=timeout)[0]
 
 
 def _as_rank() -> list[Finding]:

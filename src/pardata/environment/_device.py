@@ -76,11 +76,10 @@ def undetected_gpus(root: Path = Path("/")) -> tuple[str, str] | None:
         if visible_devices():
             return None
     # The driver's folder is there in a container that was started without them, too.
-    where = "/proc/driver/nvidia/gpus"
-    found = len(list((root / where[1:]).glob("*")))
+    found = len(list((root / "proc/driver/nvidia/gpus").glob("*")))
     if not found and not said:
         return None
-    text = f"torch sees none of {found} in {where}{f' ({said[0].message})' if said else ''}"
+    text = f"torch sees none of the driver's {found} GPUs{f' ({said[0].message})' if said else ''}"
     mask = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
     cure = (
         f"install a torch for CUDA (this one is {torch.__version__}), unset "

@@ -35,7 +35,7 @@ _log = get_logger(__name__)
 _TICK, _SHORTEST = 1.0, 0.1  # seconds between two looks, and the least for a short `after`
 _PATIENCE = 5.0  # seconds for the thread to end
 _GRACE = 0.5  # seconds in which a rank that runs looks and answers
-_STUCK = 20.0  # seconds without progress, from which a rank asks whether another has failed
+_STUCK = 20.0  # seconds without progress, after which a rank of a lost run ends
 _NO_ANSWER = "no answer: it has ended, is stopped, or C code holds the GIL"
 
 
@@ -107,7 +107,8 @@ class Watchdog(Thread):
         client = state.client
         store = client.request(lambda store: store.clone())
         self._client = StoreClient(store, timedelta(0), client.rank, client.size)
-        self._ends = has_accelerator_backend(state.world.backend)  # after another's failure
+        # Why the run is lost, if it is; None where a collective raises an error of its own.
+        self._lost = "" if has_accelerator_backend(state.world.backend) else None
         # Rank 0 logs, if it answers: it waits less long for the others' status.
         self._patience = (1 if client.rank == 0 else 2) * self._tick + _GRACE
         self._number = 1  # the stall that is under way, or will be the next
@@ -132,9 +133,12 @@ class Watchdog(Thread):
             try:
                 self._look()
             except Exception as error:  # noqa: BLE001  # a handler of the log may raise anything
-                if is_secondary(error):  # the store has ended, or does not answer
-                    return
-                traceback.print_exc()  # as `logging` does; the next look may be fine
+                if not is_secondary(error):
+                    traceback.print_exc()  # as `logging` does; the next look may be fine
+                elif self._lost is None or isinstance(error, TimeoutError):
+                    return  # the store has ended, or does not answer
+                else:
+                    self._lost = self._lost or "the group's store is gone"
 
     def _look(self) -> None:
         record, now = current_op.record, time.monotonic()
@@ -142,8 +146,8 @@ class Watchdog(Thread):
         if frame is None:
             return
         call, since, step = record
-        if self._ends and now - since > _STUCK:
-            self._end_if_another_failed()
+        if self._lost is not None:
+            self._end_if_lost(since)
         waits = now - since if call or step is not None else 0.0
         if self._began is not None and record is not self._began:
             over = f"watchdog/{self._number}/over"
@@ -158,18 +162,19 @@ class Watchdog(Thread):
         elif not self._has_asked and now - self._answered > self._patience:
             self._log_once()
 
-    def _end_if_another_failed(self) -> None:
-        """End this process if another one has failed.
+    def _end_if_lost(self, since: float) -> None:
+        """End this process if the run has failed elsewhere, and it makes no progress.
 
         gloo raises an error where a peer is gone. A collective of an accelerator does not end, and
         its host waits.
         """
-        failed = first_failure(self._client, timedelta(0))
-        if failed is not None and failed.rank != self._client.rank:
-            text = "failed because rank %d failed first: %s; this rank waited for it"
-            _log.error(text, failed.rank, failed.text, ranks="all")
+        if self._lost and time.monotonic() - since > _STUCK:
+            _log.error("failed because %s; this rank waited for it", self._lost, ranks="all")
             flush_output()
             os._exit(1)
+        failed = None if self._lost else first_failure(self._client, timedelta(0))
+        if failed is not None and failed.rank != self._client.rank:
+            self._lost = f"rank {failed.rank} failed first: {failed.text}"
 
     def _news(self, status: RankStatus) -> bool:
         """Return whether a rank began the stall; once this one has answered, whether it is over."""

@@ -113,8 +113,8 @@ def raise_if_different(call: str, rows: list[dict[str, object]], cure: str) -> N
         first, more = names[:_SHOWN], len(names) - _SHOWN
         lines = [", ".join(f"{name}={facts[name]!r}" for name in first) for facts in rows]
         what = ", ".join(f"`{name}`" for name in first) + (f" and {more} more" if more > 0 else "")
-        verb = "differs" if len(names) == 1 else "differ"
-        must = f"every rank must pass the same to `{call}`, but {what} {verb}"
+        what += " differs" if len(names) == 1 else " differ"
+        must = f"every rank must pass the same to `{call}`, but {what}"
         raise RuntimeError(f"{must}:\n{format_rank_table(lines)}\n{cure}")
 
 

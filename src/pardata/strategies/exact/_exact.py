@@ -93,8 +93,7 @@ class ExactStrategy(Strategy):
 
     def facts(self, model: nn.Module, settings: Settings) -> Facts:
         threads, device = settings.options.get("threads", 1), checked_device(self.device(settings))
-        if device.type == "cpu":
-            torch.set_num_threads(threads)
+        torch.set_num_threads(threads if device.type == "cpu" else torch.get_num_threads())
         if refusal := refused_kernels(model, threads):
             raise refusal
         return kernels(device)

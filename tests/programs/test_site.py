@@ -144,8 +144,8 @@ SOUGHT = {
     "exact": "exact",
     "HSDP": "works-with",
     "Windows": "works-with",
-    "wandb": "howto-trackers",
-    "MLflow": "howto-trackers",
+    "wandb": "howto-evaluation",
+    "MLflow": "howto-evaluation",
     "torchft": "comparison",
 }
 FIRST = 5

@@ -1,4 +1,4 @@
-"""docs/howto-trackers.md: on any number of processes one run, on rank 0, of the global values.
+"""docs/howto-evaluation.md: on any number of processes one run, on rank 0, of the global values.
 
 The clients of wandb and MLflow are not installed: `fakes` has what the page calls of them.
 """
@@ -16,7 +16,7 @@ from test_docs import blocks
 FAKES = Path(__file__).parent / "fakes"
 PROGRAMS = {
     block.marks["tracker"]: block.program
-    for block in blocks(DOCS / "howto-trackers.md")
+    for block in blocks(DOCS / "howto-evaluation.md")
     if "tracker" in block.marks
 }
 

@@ -1,4 +1,4 @@
-"""In place of MLflow's client: writes down the calls that docs/howto-trackers.md makes."""
+"""In place of MLflow's client: writes down the calls that docs/howto-evaluation.md makes."""
 
 import json
 

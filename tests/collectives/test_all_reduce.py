@@ -158,7 +158,7 @@ def test_a_value_of_weight_zero_does_not_count_and_any_other_does():
 
 # --- what is refused: the rank that brings it raises its own error, the others hear of it ---
 
-# What fails between looking at a value and sending it. What is no number: docs/errors.md.
+# What fails between looking at a value and sending it. What is no number: tests/promises/errors.md.
 REFUSED = [
     (all_reduce_mean, 10**400, "OverflowError: int too large to convert to float"),
     (all_reduce_mean, torch.empty(2, device="meta"), "NotImplementedError: "),
@@ -182,7 +182,7 @@ def test_what_is_refused_on_one_rank_is_an_error_on_all_and_the_group_stays_usab
 # --- structures that differ: a table on every rank ---
 
 
-# Other keys, shapes and kinds: docs/errors.md.
+# Other keys, shapes and kinds: tests/promises/errors.md.
 DIFFERENT = [
     (all_reduce_mean, 1.0, torch.ones(1), "value: 1"),
     (all_reduce_max, [1.0] * 3, [1.0] * 100, "value[99]: number"),

@@ -175,7 +175,7 @@ def fail_with(error):
     raise error
 
 
-# Of what pickles, and of SystemExit: docs/errors.md.
+# Of what pickles, and of SystemExit: tests/promises/errors.md.
 FAILING = [
     (fail_in_first, "rank_zero_first", KeyboardInterrupt("no disk")),
     (fail_in_first, "rank_zero_first", Unpicklable("no", "disk")),
@@ -298,7 +298,7 @@ def test_an_error_is_gone_when_it_is_caught_and_all_that_its_frames_held_with_it
 # --- what all must reach, where only one is
 
 
-# What must be reached by every rank, and within what; of `barrier`: docs/errors.md.
+# What must be reached by every rank, and within what; of `barrier`: tests/promises/errors.md.
 NESTED = [
     ("all_reduce_sum", "rank_zero_first", lambda: in_first(lambda: all_reduce_sum(1))),
     ("broadcast", "rank_zero_first", lambda: in_first(lambda: broadcast(1), local=True)),

@@ -83,7 +83,7 @@ def test_a_billion_samples_in_it_goes_on_at_once():
     assert loader.state_dict()["delivered"] == delivered + 100
 
 
-# --- what does not match; the whole texts are in docs/errors.md ---
+# --- what does not match; the whole texts are in tests/promises/errors.md ---
 
 
 @pytest.mark.parametrize(("epoch", "delivered"), [(0, 24), (0, -5), (0, 5.0), (True, 5)])

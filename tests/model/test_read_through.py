@@ -140,7 +140,7 @@ def names_with_an_underscore_and_of_the_wrapper_stay_on_the_wrapper(strategy):
         assert (model.training, net.training) == (mode, mode)
 
 
-ASSIGNMENTS = [  # the whole text is in docs/errors.md
+ASSIGNMENTS = [  # the whole text: tests/promises/errors.md
     lambda model: setattr(model, "last", nn.Linear(8, 3)),
     lambda model: setattr(model, "module", nn.Linear(8, 3)),
     lambda model: setattr(model, "scale", nn.Parameter(torch.ones(1))),
@@ -342,7 +342,7 @@ def guards():
         model = wrap_model(torch.compile(net, backend="eager") if inside else net, "ddp")
         rows, targets = batch(), torch.zeros(12, dtype=torch.int64)
         text = "`training_step` must not train through DistributedDataParallel, but it runs Net"
-        with pytest.raises(RuntimeError, match=text):  # the whole text is in docs/errors.md
+        with pytest.raises(RuntimeError, match=text):  # the whole text: tests/promises/errors.md
             model.training_step(rows, targets)
         for context in (torch.no_grad, torch.inference_mode):
             with context():

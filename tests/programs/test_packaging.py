@@ -82,6 +82,7 @@ def test_the_sdist_holds_what_building_testing_and_documenting_need(built):
     }
     ours = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/**/*.py")}
     assert ours <= names
+    assert "tests/promises/errors.md" in names  # its rows are tests
     assert not [name for name in names if "__pycache__" in name or name.endswith(".pyc")]
 
 

@@ -1,7 +1,8 @@
 """Bad inputs, tried on real ranks: what is done, what must be said, and on which ranks.
 
-The table of them is ``docs/errors.md``. A row shows the code that is run, or describes it: then the
-code is among the `LABELS` of a file ``misuse_*.py``, which has the names that rows use, too.
+The table of them is ``errors.md``, next to this file. A row shows the code that is run, or
+describes it: then the code is among the `LABELS` of a file ``misuse_*.py``, which has the names
+that rows use, too.
 All rows run one after the other in one group, so each shows too that the ranks are in step
 after the one before.
 """
@@ -20,7 +21,6 @@ import misuse_models
 import misuse_runs
 import torch
 from on_ranks import Raised, caught, run
-from places import DOCS
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
@@ -102,7 +102,7 @@ def numbers(text):
     return tuple(map(int, re.findall(r"\d+", text)))
 
 
-ROWS = list(rows((DOCS / "errors.md").read_text(encoding="utf-8")))
+ROWS = list(rows((Path(__file__).parent / "errors.md").read_text(encoding="utf-8")))
 
 
 @functools.cache

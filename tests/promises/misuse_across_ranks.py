@@ -1,4 +1,4 @@
-"""What the rows of ``docs/errors.md`` use that work across ranks, and that show or write."""
+"""What the rows of ``errors.md`` use that work across ranks, and that show or write."""
 
 import tempfile
 from types import SimpleNamespace

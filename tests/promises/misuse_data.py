@@ -1,4 +1,4 @@
-"""What the rows of ``docs/errors.md`` use that read data."""
+"""What the rows of ``errors.md`` use that read data."""
 
 import itertools
 import tempfile

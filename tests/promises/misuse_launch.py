@@ -1,4 +1,4 @@
-"""Processes that were started wrongly: the rows of ``docs/errors.md`` on `init` and `world`.
+"""Processes that were started wrongly: the rows of ``errors.md`` on `init` and `world`.
 
 Real processes with a launcher's variables and no group. Each goes through all rows, so none of
 them may join.

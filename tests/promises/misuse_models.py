@@ -1,4 +1,4 @@
-"""What the rows of ``docs/errors.md`` use that concern the model."""
+"""What the rows of ``errors.md`` use that concern the model."""
 
 import tempfile
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the rows of ``docs/errors.md`` use that save and restore."""
+"""What the rows of ``errors.md`` use that save and restore."""
 
 import shutil
 import tempfile

@@ -1,4 +1,4 @@
-"""What a bad input gets: each row of ``docs/errors.md`` is tried on real ranks."""
+"""What a bad input gets: each row of ``errors.md`` is tried on real ranks."""
 
 import misuse
 import misuse_launch

@@ -32,7 +32,7 @@ class Speechless(Exception):  # noqa: N818  # as above
         raise ZeroDivisionError
 
 
-# Plain ones: docs/errors.md. Interrupts, and one that takes two arguments:
+# Plain ones: tests/promises/errors.md. Interrupts, and one that takes two arguments:
 # tests/collectives/test_barrier.py.
 NOT_SURVIVING = [
     (Odd("comes back without its text"), "Odd: comes back without its text"),

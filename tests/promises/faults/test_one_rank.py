@@ -1,7 +1,7 @@
 """One rank fails, hangs or strays: every other one ends by itself, and says which rank and where.
 
 Real processes with torchrun's variables. With ``-m soak`` it prints the rows of the table in
-``docs/reliability.md``.
+``reliability.md``, next to this file.
 """
 
 import os

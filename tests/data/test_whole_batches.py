@@ -97,6 +97,22 @@ def test_what_a_subclass_does_itself_is_done(dataset, first):
     assert (found if isinstance(found, torch.Tensor) else found[0]).tolist() == first
 
 
+class Together(Subset):
+    """Reads many samples by its own method alone."""
+
+    def __getitem__(self, index):
+        raise AssertionError
+
+    def __getitems__(self, indices):
+        return [self.dataset[self.indices[index]] for index in indices]
+
+
+@pytest.mark.parametrize("options", [{}, {"microbatch_size": 2}], ids=["share", "microbatches"])
+def test_a_batch_is_one_call_of_the_getitems_of_a_subclass(options):
+    batches = list(loader_of(Together(range(8), range(8)), 4, num_workers=0, **options))
+    assert [len(batch) for batch in batches] == [2, 2] if options else [4, 4]
+
+
 # --- no sample is asked for ---
 
 

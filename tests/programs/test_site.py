@@ -142,8 +142,8 @@ def test_the_readmes_table_is_a_list_on_a_phone(site, browser):
 # What people look for, and a page that must be among the first results.
 SOUGHT = {
     "exact": "exact",
-    "HSDP": "works-with",
-    "Windows": "works-with",
+    "HSDP": "comparison",
+    "Windows": "comparison",
     "wandb": "howto-evaluation",
     "MLflow": "howto-evaluation",
     "torchft": "comparison",

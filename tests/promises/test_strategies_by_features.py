@@ -1,7 +1,7 @@
 """Every strategy with every feature of a training: as plain PyTorch in one process, or an error.
 
 Each cell trains at 1 and 3 ranks, over uneven microbatches and with stand-ins, and is compared with
-a loop by hand. `docs/strategies.md` holds the table.
+a loop by hand. `docs/concepts.md` holds the table.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from torch.utils.data import TensorDataset
 
 from pardata import backward, check_in_sync, fingerprint, make_loader, unwrap, wrap_model
 
-PAGE = Path(__file__).parents[2] / "docs/strategies.md"
+PAGE = Path(__file__).parents[2] / "docs/concepts.md"
 STRATEGIES = ["none", "dp", "ddp", "fsdp", "exact"]
 SIZES = (1, 3)
 

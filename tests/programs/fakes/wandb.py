@@ -1,4 +1,4 @@
-"""In place of Weights & Biases' client: writes down the calls that docs/howto-evaluation.md makes."""
+"""In place of Weights & Biases' client: writes down calls of docs/howto-evaluation.md."""
 
 import json
 

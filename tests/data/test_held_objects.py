@@ -20,6 +20,14 @@ def holding(**attributes):
     return data
 
 
+class Closed:
+    """As an array in a file that is closed: to ask it for anything raises."""
+
+    @property
+    def ndim(self):
+        raise ValueError
+
+
 def labels(rank):
     """Return labels that another order of a set gives on rank 1."""
     kinds = NAMES[:: 1 - 2 * rank]
@@ -41,6 +49,7 @@ ALIKE = {
     "caches": lambda rank: holding(seen=[None] * 3 + [rank] * 3, kept=[torch.ones(rank)] * 6),
     "floats": lambda rank: holding(losses=torch.full((6,), float(rank))),
     "one name": lambda rank: holding(one={f"rank {rank}": 0}),
+    "a closed file": lambda rank: holding(file=Closed(), add=np.add),
     "an object": lambda rank: holding(inner=SimpleNamespace(labels=labels(rank))),
 }
 

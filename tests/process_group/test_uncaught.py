@@ -248,3 +248,20 @@ def test_a_rank_that_waits_on_an_accelerator_for_one_that_failed_ends_and_says_w
         why = f"failed because rank {culprit} failed first: ValueError: boom (train.py:"
         assert f"[{other}/2] {why}" in ended[other].text
         assert "this rank waited for it" in ended[other].text
+
+
+ALONE = STUCK[: STUCK.index("if here.rank ==")].replace("8.0", "1.0") + """
+import os
+if here.rank == 0:
+    os._exit(0)  # its work is done, and the store goes with it
+time.sleep(5)
+print("has ended its work", flush=True)
+os._exit(0)
+"""
+
+
+def test_a_rank_whose_store_is_gone_without_a_failure_ends_its_work(programs, tmp_path):
+    runs = {"alone": (ALONE, slurm_variables)}
+    first, last = run_all(programs, tmp_path, runs, size=2)["alone"]
+    assert (first.code, last.code) == (0, 0)
+    assert "has ended its work" in last.text

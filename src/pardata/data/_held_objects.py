@@ -60,8 +60,8 @@ def listed_samples(dataset: Any) -> str:
             entries: Any = ()
             if _numbers_classes(value):
                 entries = sorted(value, key=value.get)
-            elif isinstance(value, list | tuple) or getattr(value, "ndim", 0) == 1:
-                some = value[:: len(value) // _SOME or 1] if len(value) == len(layer) else ()
+            elif _is_vector(value) and len(value) == len(layer):
+                some = value[:: len(value) // _SOME or 1]
                 entries = some.tolist() if hasattr(some, "tolist") else some
             # A list of anything else may be a cache, which each rank fills by itself.
             if all(names := [_name(entry) for entry in entries]):
@@ -72,6 +72,12 @@ def listed_samples(dataset: Any) -> str:
 def _numbers_classes(value: Any) -> bool:
     whole = type(value) is dict and all(type(number) is int for number in value.values())
     return whole and len(value) > 1 and sorted(value.values()) == [*range(len(value))]
+
+
+def _is_vector(value: Any) -> bool:
+    # By the class: to ask another object may read a file, or raise where that is closed.
+    is_array = isinstance(value, torch.Tensor) or type(value).__module__ == "numpy"
+    return isinstance(value, list | tuple) or (is_array and getattr(value, "ndim", 0) == 1)
 
 
 def _name(entry: Any) -> list[Any]:

@@ -161,8 +161,7 @@ def _tasks_at(node: int, text: str) -> tuple[int, int]:
     for item in text.split(","):
         match = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", item)
         if match is None:
-            why = f"`SLURM_STEP_TASKS_PER_NODE` must look like '2(x3),1', but is {text!r}"
-            raise ValueError(why)
+            raise ValueError(f"`SLURM_STEP_TASKS_PER_NODE` must look like '2(x3)', but is {text!r}")
         tasks = int(match[1]) if nodes <= node else tasks
         nodes += int(match[2] or 1)
     return tasks, nodes

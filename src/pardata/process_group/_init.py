@@ -64,7 +64,7 @@ def init(
         hang_after: seconds or a `timedelta`. If a rank waits so long for others, or for a step
             of a loader, a table in the log tells where each rank is. The default is a tenth of
             `timeout`, at least a minute, and three minutes without one; 0 turns it off. Nothing is
-            stopped.
+            stopped, but on an accelerator a rank that waits for one that has failed.
 
     Raises:
         ValueError: launcher variables are partial or contradictory.

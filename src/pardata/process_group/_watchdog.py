@@ -1,9 +1,9 @@
 """A thread of each rank that looks for a stalled run; one rank logs where all of them are.
 
 The thread sleeps, and looks once in a tick. A rank that waits for long begins a stall, which the
-others see on the store: each writes its status, and one logs the table. Each look is one request,
-at any number of ranks. Nothing is stopped, but for a rank that waits on an accelerator for one that
-has failed: it would wait there for half an hour.
+others see on the store: each writes its status, and one logs the table. A look is one request, or
+two on an accelerator, at any number of ranks. Nothing is stopped, but for a rank that waits on an
+accelerator for one that has failed: it would wait there for half an hour.
 """
 
 import atexit
@@ -135,10 +135,8 @@ class Watchdog(Thread):
             except Exception as error:  # noqa: BLE001  # a handler of the log may raise anything
                 if not is_secondary(error):
                     traceback.print_exc()  # as `logging` does; the next look may be fine
-                elif self._lost is None or isinstance(error, TimeoutError):
-                    return  # the store has ended, or does not answer
-                else:
-                    self._lost = self._lost or "the group's store is gone"
+                elif not self._lost:  # the store has ended, or does not answer
+                    return
 
     def _look(self) -> None:
         record, now = current_op.record, time.monotonic()

@@ -70,7 +70,7 @@ def wrap_model(
 
     ``"exact"`` needs a loader with a `microbatch_size`, and adds the microbatches' gradients in a
     fixed order. It computes each gradient from the buffers at the start of the step, with a seed
-    for that microbatch. It sets the number of threads of the process to ``threads``.
+    for that microbatch. On a CPU it sets the number of threads of the process to ``threads``.
 
     Collective, except under ``"none"`` and ``"dp"``. ``"ddp"`` and ``"fsdp"`` need `init`, also
     with one process.

@@ -250,7 +250,9 @@ def test_a_rank_that_waits_on_an_accelerator_for_one_that_failed_ends_and_says_w
         assert "this rank waited for it" in ended[other].text
 
 
-ALONE = STUCK[: STUCK.index("if here.rank ==")].replace("8.0", "1.0") + """
+ALONE = (
+    STUCK[: STUCK.index("if here.rank ==")].replace("8.0", "1.0")
+    + """
 import os
 if here.rank == 0:
     os._exit(0)  # its work is done, and the store goes with it
@@ -258,6 +260,7 @@ time.sleep(5)
 print("has ended its work", flush=True)
 os._exit(0)
 """
+)
 
 
 def test_a_rank_whose_store_is_gone_without_a_failure_ends_its_work(programs, tmp_path):

@@ -168,7 +168,7 @@ def _mesh(device: torch.device, settings: Settings) -> Any:
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: PLC0415  # half a second
 
     torch.zeros(1, device=device)  # PyTorch makes another current if none has been used before
-    size, replicas = settings.here.size, settings.options.get("replicate", 1)
+    size, replicas = settings.here.size, int(settings.options.get("replicate", 1))
     world: Any = dist.group.WORLD
     if replicas == 1:
         return DeviceMesh.from_group(world, device.type)  # it makes no further group

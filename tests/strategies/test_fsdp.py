@@ -3,6 +3,7 @@
 import weakref
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo.utils
@@ -144,7 +145,7 @@ def test_the_gradient_is_that_of_ddp_in_blocks_and_in_replicas(size):
     replicas = [n for n in (2, 4) if size % n == 0]
     ways = [{"blocks": "auto"}, *({"blocks": Block, "replicate": n} for n in replicas)]
     if size == 4:
-        ways.append({"replicate": 2})
+        ways.append({"replicate": np.int64(2)})
     for options in ways:
         for found in run(trained, "fsdp", options, world_size=size):
             assert alike(found, expected), options

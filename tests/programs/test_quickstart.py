@@ -1,4 +1,4 @@
-"""The tutorial's last program, stopped where an epoch ends, resumes and says what it has learnt."""
+"""The quickstart's program, stopped where an epoch ends, resumes and says what it has learnt."""
 
 import re
 import signal
@@ -13,12 +13,12 @@ EPOCH = 25  # steps: 1,500 samples in batches of 60
 
 
 def program():
-    """Return the names of the program with a StopSignal, as the page has it."""
-    text = (DOCS / "tutorial.md").read_text(encoding="utf-8")
+    """Return the names of the program, as the page has it."""
+    text = (DOCS / "quickstart.md").read_text(encoding="utf-8")
     found = re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
     (block,) = (block for block in found if "StopSignal() as stop" in block)
-    names = {"__name__": "tutorial"}
-    exec(compile(block, "tutorial.md", "exec"), names)
+    names = {"__name__": "quickstart"}
+    exec(compile(block, "quickstart.md", "exec"), names)
     return names
 
 

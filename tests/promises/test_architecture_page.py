@@ -1,6 +1,7 @@
 """The page on the architecture names packages and files that there are."""
 
 import ast
+import importlib
 import re
 
 import pytest
@@ -48,6 +49,16 @@ def test_every_file_that_the_page_names_is_there():
     assert named
     missing = [n for n in named if not ((SOURCE / n).exists() or (ROOT / n).exists())]
     assert [n for n in missing if not (SOURCE.parent / n).exists()] == []
+
+
+def test_every_import_path_of_the_page_leads_to_something():
+    paths = set(re.findall(r"`((?:\w+\.)+_\w+(?:\.\w+)*)`", PAGE))
+    assert len(paths) > 40
+    for path in paths:
+        module, names = re.fullmatch(r"((?:\w+\.)*?_\w+)((?:\.\w+)*)", path).groups()
+        found = importlib.import_module(f"pardata.{module}")
+        for name in names.split(".")[1:]:
+            found = getattr(found, name)
 
 
 def test_every_package_is_in_the_picture():

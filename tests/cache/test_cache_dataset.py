@@ -86,7 +86,7 @@ def test_writing_to_a_sample_or_a_batch_does_not_change_the_cache(tmp_path):
 def test_a_bad_sample_is_named_and_nothing_is_left(tmp_path, workers, short_tmp, monkeypatch):
     monkeypatch.setenv("TMPDIR", short_tmp)
     bad = Samples(at(NOT_LOOKED_AT, unreadable))
-    with pytest.raises(RuntimeError, match="sample 4 could not be read: ValueError: bad pixel 4"):
+    with pytest.raises(RuntimeError, match="sample 4 cannot be cached: ValueError: bad pixel 4"):
         cache_dataset(bad, tmp_path / "cache", num_workers=workers)
     assert contents(tmp_path) == {}
     assert not list(tmp_path.glob("cache/pardata-building*"))
@@ -101,7 +101,7 @@ def test_an_image_file_that_is_cut_short_is_an_unreadable_sample(tmp_path):
         whole = file.getvalue()
         return Image.open(BytesIO(whole[:150] if index == NOT_LOOKED_AT else whole))
 
-    text = "sample 4 could not be read: OSError: image file is truncated"
+    text = "sample 4 cannot be cached: OSError: image file is truncated"
     with pytest.raises(RuntimeError, match=text):
         cache_dataset(Samples(opened), tmp_path)
 

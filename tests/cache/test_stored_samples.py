@@ -118,19 +118,22 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_another_part_is_refused_by_its_path_with_the_cure(name, tmp_path):
     make, what = REFUSED[name]
-    with pytest.raises(TypeError) as raised:
+    with pytest.raises(RuntimeError) as raised:
         cache_dataset([{"image": 1, "rest": (0, make())}], tmp_path)
     text = str(raised.value)
+    must = (
+        "a dense tensor, an array, an image of 8 bits a band, bytes, a number or a list of numbers"
+    )
     assert text.startswith(
-        "sample 0 cannot be stored: `sample['rest'][1]` must be a dense tensor, an array, an image "
-        f"of 8 bits a band, bytes, a number or a list of numbers of one type, but is {what}"
+        f"sample 0 cannot be cached: TypeError: `sample['rest'][1]` must be {must} of one type, "
+        f"but is {what}"
     )
     assert text.endswith(": convert it in the dataset, or leave it out")
 
 
 @pytest.mark.parametrize("sample", [{}, (), {"a": ()}])
 def test_a_sample_without_parts_is_refused(sample, tmp_path):
-    with pytest.raises(TypeError, match=re.escape(f"at least one part, but is {sample!r}")):
+    with pytest.raises(RuntimeError, match=re.escape(f"at least one part, but is {sample!r}")):
         cache_dataset([sample], tmp_path)
 
 

@@ -55,10 +55,11 @@ def cache_dataset(
         num_workers: processes that decode; ``"auto"`` takes the cores of the node.
 
     Raises:
-        TypeError: the dataset has no indices, or a part, which it names, cannot be stored.
+        TypeError: the dataset has no indices.
         ValueError: the dataset is empty, or a sample, which it names, has other parts, dtypes or
             numbers of dimensions than the first.
-        RuntimeError: a sample, which it names, cannot be read, or ranks disagree.
+        RuntimeError: a sample, which it names, cannot be read, or a part of it cannot be stored. Or
+            ranks disagree.
         OSError: the directory is a file, or the disk is full or not writable. A cache that was
             there before stays. All errors come on every rank of the node.
 

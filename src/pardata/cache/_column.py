@@ -54,8 +54,8 @@ class ColumnWriter:
 
     def __init__(self, path: Path) -> None:
         self._values, self._places = path.open("wb"), _places_of(path).open("wb")
-        self._count = self._first = 0  # how many samples, how many values
-        self._shape: Sequence[int] | None = ()  # that of all samples so far; None if it differs
+        self._first = 0  # the number of values so far
+        self._shapes: set[tuple[int, ...]] = set()
 
     def close(self) -> None:
         """Close the files."""
@@ -64,23 +64,20 @@ class ColumnWriter:
 
     def add(self, values: bytes, shapes: Shapes) -> None:
         """Write the values of the next samples, which have these shapes."""
-        if self._count == 0:
-            self._shape = shapes[0]
-        if any(shape != self._shape for shape in shapes):
-            self._shape = None
+        self._shapes.update(map(tuple, shapes))
         places = array("q")
         for shape in shapes:
             places.extend((*shape, self._first))
             self._first += math.prod(shape)
-        self._count += len(shapes)
         self._values.write(values)
         places.tofile(self._places)
 
     def finish(self) -> Sequence[int] | None:
         """Return the shape that all samples have, so that no places are needed; or None."""
-        if self._shape is not None:
-            Path(self._places.name).unlink()
-        return self._shape
+        if len(self._shapes) > 1:
+            return None
+        Path(self._places.name).unlink()
+        return self._shapes.pop()
 
 
 def _places_of(path: Path) -> Path:

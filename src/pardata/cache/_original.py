@@ -19,6 +19,7 @@ from pardata.environment._logger import get_logger
 from pardata.environment._world import World, cpus_per_rank
 from pardata.rng._rng_state import numpy_or_none, seed_generators
 from pardata.rng._seeds import mix
+from pardata.store._remote_error import type_and_message
 
 _log = get_logger(__name__)
 
@@ -54,20 +55,14 @@ def read_sample(dataset: Any, index: int, seed: int = 0) -> tuple[Any, dict[str,
     The default generators are left seeded: keep them around this.
 
     Raises:
-        TypeError: for a part that cannot be stored.
-        RuntimeError: for a sample that cannot be read.
+        RuntimeError: for a sample that cannot be read, or a part that cannot be stored.
     """
     seed_generators(mix(seed, index))
     try:
         sample = dataset[index]
+        return sample, parts_of(sample)  # an image file is decoded only now
     except Exception as error:  # user code: whatever it raises, say where
-        raise _unreadable(index, error) from error
-    try:
-        return sample, parts_of(sample)
-    except TypeError as error:
-        raise TypeError(f"sample {index} cannot be stored: {error}") from error
-    except Exception as error:  # an image file is decoded only now
-        raise _unreadable(index, error) from error
+        raise RuntimeError(f"sample {index} cannot be cached: {type_and_message(error)}") from error
 
 
 def identity_of(dataset: Any) -> dict[str, Any]:
@@ -108,10 +103,6 @@ def default_directory(dataset: Any, source: dict[str, Any]) -> Path:
     return below.expanduser() / f"{type(dataset).__name__}-{content_hash(source)}"
 
 
-def _unreadable(index: int, error: Exception) -> RuntimeError:
-    return RuntimeError(f"sample {index} could not be read: {type(error).__name__}: {error}")
-
-
 def _transform_text(dataset: Any) -> str:
     names = ("transform", "target_transform")
     transforms = [getattr(layer, name, None) for layer in layers(dataset) for name in names]
@@ -149,7 +140,7 @@ def check_alike(parts: Mapping[str, Tensor], fields: Fields, number: int) -> Non
             part = part if part.numel() else part.to(first.dtype)
         if _kind_of(part) != _kind_of(first):
             raise ValueError(
-                f"sample {number} cannot be stored: `{path}` must be {_kind_of(first)}, as in the "
+                f"sample {number} cannot be cached: `{path}` must be {_kind_of(first)}, as in the "
                 f"first sample, but is {_kind_of(part)}: make all samples alike in the transform"
             )
 

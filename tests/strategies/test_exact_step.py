@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  # the usual name
 from on_ranks import run
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
@@ -44,6 +45,16 @@ class Net(nn.Module):
     def forward(self, rows):
         hidden = torch.relu(self.norm(self.first(rows)))
         return self.last(self.around(self.middle, hidden) + self.around(self.middle, hidden))
+
+
+class Kernels(TorchDispatchMode):
+    """Counts the copies of one tensor."""
+
+    copies = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.copies += function.__name__.split(".")[0] in ("copy_", "_to_copy")
+        return function(*args, **(kwargs or {}))
 
 
 def smooth():
@@ -670,3 +681,15 @@ def test_two_gradients_of_one_parameter_in_a_backward_are_an_error():
     with pytest.raises(RuntimeError, match=text):
         one_step(model, lambda model, batch: twice(model, batch) + 0 * model(batch[0]).mean())
     assert model.weight.grad is None
+
+
+def copies_of_a_step(norms):
+    model = wrapped(nn.Sequential(*[nn.BatchNorm1d(6) for _ in range(norms)], nn.Linear(6, 3)))
+    (batch,) = steps()
+    with Kernels() as kernels:
+        backward(model, loss_fn, batch)
+    return kernels.copies
+
+
+def test_buffers_are_read_and_put_back_together_and_not_one_by_one():
+    assert run(copies_of_a_step, 20) == run(copies_of_a_step, 1)

@@ -176,6 +176,28 @@ def test_under_exact_buffers_are_as_they_were(kind):
     assert run(buffers_after, kind, world_size=size) == [(kind.__name__, True)] * size
 
 
+def broken(*_):
+    raise RuntimeError("a device-side assert")
+
+
+def type_where_kernels_fail(strategy):
+    """Return the type of an error after which each kernel fails, as on a GPU."""
+    model, batch = wrap_model(normed(), strategy), cut(pieces((3,), 0))
+    with pytest.MonkeyPatch.context() as patch:
+
+        def fail(*_):
+            patch.setattr(torch.Tensor, "copy_", broken)
+            patch.setattr(torch, "_foreach_copy_", broken)
+            raise ValueError
+
+        return caught(backward, model, fail, batch).type
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "exact"])
+def test_a_clean_up_that_fails_too_leaves_the_error_of_the_step(strategy):
+    assert run(type_where_kernels_fail, strategy) == ["ValueError"] * 2  # one runs a placeholder
+
+
 # --- gradients that are kept by reference ---
 
 

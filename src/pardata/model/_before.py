@@ -1,7 +1,7 @@
 """Gradients that a step finds and leaves after an error; buffers that a block puts back."""
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 
 import torch
 from torch import Tensor, nn
@@ -63,9 +63,11 @@ class KeptBuffers(AbstractContextManager["KeptBuffers"]):
         # .data, because autograd may have saved a buffer.
         self._values = [(buffer.data, buffer.data.clone()) for buffer in tensors]
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_rest: object) -> None:
         for own, before in self._held:
             own.clear()
             own.update(before)
-        for data, value in self._values:
-            data.copy_(value)
+        # After an error on a GPU each kernel raises it anew: the error of the block stays.
+        with suppress(*[RuntimeError] * (kind is not None)):
+            for data, value in self._values:
+                data.copy_(value)

@@ -106,17 +106,16 @@ class Means:
         counts = self._counts + words.to(torch.int16).view(torch.int64)
         now = self._now()
         for names, flat in ((self._real, self._before + changes / total), (self._counting, counts)):
-            parts = flat.split([now[name].numel() for name in names])
-            for name, part in zip(names, parts, strict=True):
-                now[name].copy_(part.view(now[name].shape))
+            buffers = [now[name] for name in names]
+            parts = flat.split([buffer.numel() for buffer in buffers])
+            _set(buffers, [part.view(b.shape) for part, b in zip(parts, buffers, strict=True)])
         return values
 
     def put_back(self, found: dict[str, Tensor] | None = None) -> None:
         """Set the buffers, those that were `found`, to what they were at the start of the step."""
         now = found or real_buffers(self._module)
-        for name, start in self._start.items():
-            if name in now and now[name].shape == start.shape:
-                now[name].copy_(start)
+        same = [n for n, start in self._start.items() if n in now and now[n].shape == start.shape]
+        _set([now[name] for name in same], [self._start[name] for name in same])
 
     def _now(self) -> dict[str, Tensor]:
         """Return the buffers as they are: those that there were, in their shapes."""
@@ -132,8 +131,14 @@ class Means:
         return now
 
     def _flat(self, buffers: dict[str, Tensor], names: list[str], dtype: torch.dtype) -> Tensor:
-        parts = [buffers[name].reshape(-1).to(self._device, dtype) for name in names]
-        return torch.cat([torch.empty(0, dtype=dtype, device=self._device), *parts])
+        parts = [buffers[name].reshape(-1).to(self._device) for name in names]
+        parts = parts or [torch.empty(0, device=self._device)]
+        return torch.cat(parts).to(dtype)  # a conversion of each would be a kernel of each
+
+
+def _set(buffers: list[Tensor], values: list[Tensor]) -> None:
+    if buffers:
+        torch._foreach_copy_(buffers, values)  # as optimizers do
 
 
 def _shapes(buffers: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:

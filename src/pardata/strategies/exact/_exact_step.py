@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 import torch
@@ -82,7 +82,8 @@ class ExactStep(Step):
                     failed = error
                 self._conclude(failed)
             except BaseException:
-                self._means.put_back()  # else the ranks would have different ones
+                with suppress(RuntimeError):  # on a GPU each kernel may raise the same error anew
+                    self._means.put_back()  # else the ranks would have different ones
                 raise
 
     def _begin(self) -> None:

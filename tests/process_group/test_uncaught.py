@@ -4,6 +4,7 @@ import re
 import sys
 from datetime import timedelta
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from logged import kept
 from torch import nn
 
 from pardata import backward, init, make_loader, rank_zero_call, world, wrap_model
+from pardata.process_group import _shutdown
 
 SCRIPT = """
 import logging, signal, sys, time, torch, pardata
@@ -220,6 +222,23 @@ def fail_in_a_second_group():
 def test_the_hook_of_a_group_that_the_user_destroyed_says_nothing_of_the_next():
     expected = [[f"[{rank}/2] failed: ValueError: boom (an unknown line)"] for rank in range(2)]
     assert launched(fail_in_a_second_group, size=2) == expected
+
+
+def lines_before_the_report():
+    init(timeout=timedelta(seconds=30))
+    _, keeper = kept("pardata.process_group._shutdown")
+    seen, report = [], _shutdown.report_failure
+    with patch.object(
+        _shutdown, "report_failure", lambda *a: (seen.extend(keeper.lines), report(*a))[1]
+    ):
+        sys.excepthook(ValueError, ValueError("boom"), None)
+    return seen
+
+
+def test_the_line_of_a_failure_is_logged_before_the_store_is_asked():
+    # The watchdog of an accelerator's backend may end the process meanwhile.
+    expected = [[f"[{rank}/2] failed: ValueError: boom (an unknown line)"] for rank in range(2)]
+    assert launched(lines_before_the_report, size=2) == expected
 
 
 # The collectives of an accelerator do not end where a peer has: here a sleep stands for one.

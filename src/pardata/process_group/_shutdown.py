@@ -143,28 +143,29 @@ def _fail(error: BaseException, state: GroupState) -> None:
 
 def _report(error: BaseException, state: GroupState) -> str:
     """Log one line, leave a text for torchrun, and return the text for the other ranks."""
-    line, first, is_cause = summary_line(error), None, not is_secondary(error)
-    client = state.client
+    line, client = summary_line(error), state.client
+    if not is_secondary(error):
+        # First: after an error on a GPU the watchdog of its backend may end this process.
+        _log_once(state, f": {line}")
+        _write_elastic_error_file("".join(format_exception(error)))
+        cause = report_failure(client, RemoteError(client.rank, "", line))
+        return f"rank {cause.rank} of {client.size} failed first: {cause.text}"
+    text, because = f"rank {client.rank} of {client.size} has failed: {line}", f": {line}"
     try:
-        if is_cause:
-            _write_elastic_error_file("".join(format_exception(error)))
-            first = report_failure(client, RemoteError(client.rank, "", line))
-        else:
-            first = first_failure(client, _PATIENCE)
+        if (first := first_failure(client, _PATIENCE)) is not None:
+            text = f"rank {first.rank} of {client.size} failed first: {first.text}"
+            why = f"rank {first.rank} failed first: {first.text}"
+            because = f" because {why}; here: {raise_location(error)}"
+            _write_elastic_error_file(text)
     finally:  # the store may have ended
-        cause = f": {line}"
-        if not is_cause and first is not None:
-            here = raise_location(error)
-            cause = f" because rank {first.rank} failed first: {first.text}; here: {here}"
-        if not state.has_failed:
-            _log.error("failed%s", cause)
-            state.has_failed = True
-    if first is None:
-        return f"rank {client.rank} of {client.size} has failed: {line}"
-    text = f"rank {first.rank} of {client.size} failed first: {first.text}"
-    if not is_cause:
-        _write_elastic_error_file(text)
+        _log_once(state, because)
     return text
+
+
+def _log_once(state: GroupState, cause: str) -> None:
+    if not state.has_failed:
+        _log.error("failed%s", cause)
+        state.has_failed = True
 
 
 def _write_elastic_error_file(text: str) -> None:

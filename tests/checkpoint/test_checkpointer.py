@@ -375,10 +375,10 @@ class Marked(torch.Tensor):
 REFUSED = {
     "`x['lr']` is <function ": lambda: {"lr": with_a_note},
     "`x[0]` is": lambda: [Unwilling()],
-    "`x` is {'a': 1} (collections.UserDict)": lambda: UserDict(a=1),
-    "`x` is Marked([1.]) (test_checkpointer.Marked)": lambda: torch.ones(1).as_subclass(Marked),
+    "`x` is {'a': 1} (UserDict)": lambda: UserDict(a=1),
+    "`x` is Marked([1.]) (Marked)": lambda: torch.ones(1).as_subclass(Marked),
     "`x` is OrderedDict(": lambda: with_a_note({"version": Path("a")}),
-    "`x[0][0]` is <class 'object'> (builtins.type)": lambda: [dict.fromkeys(range(1000), object)],
+    "`x[0][0]` is <class 'object'> (type)": lambda: [dict.fromkeys(range(1000), object)],
 }
 
 

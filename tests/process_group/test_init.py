@@ -1,5 +1,6 @@
 """Meeting the other ranks: devices, addresses, who is missing, and coming back."""
 
+import logging
 import os
 import re
 import socket
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launched import agent, launched, reserved_port, slurm_variables
+from logged import kept
 from on_ranks import caught, run
 from pretended import accelerators
 
@@ -251,6 +253,29 @@ def join_slowly(maker, folder):
 def test_init_returns_when_every_rank_has_made_its_groups(maker, tmp_path):
     # Else a rank that leaves at once closes connections that another is still making.
     assert launched(join_slowly, maker, tmp_path, size=2) == [True, True]
+
+
+def join_once_it_is_logged():
+    """Return what `init` logs while the backend connects the ranks."""
+    _, keeper = kept("pardata.process_group._init", logging.WARNING)
+    make = dist.init_process_group
+
+    def make_later(*args, **kwargs):
+        while not keeper.lines:
+            time.sleep(0.02)
+        return make(*args, **kwargs)
+
+    with patch.object(dist, "init_process_group", make_later), init(hang_after=0.2):
+        return keeper.lines
+
+
+def test_a_group_that_takes_long_to_be_made_is_logged_on_every_rank():
+    for rank, lines in enumerate(launched(join_once_it_is_logged, size=2)):
+        assert re.fullmatch(
+            rf"\[{rank}/2\] init \(torchrun:{rank}/2@127\.0\.0\.1:\d+\) still waits for other "
+            r"ranks: does a firewall, or another network, part them\?",
+            lines[0],
+        )
 
 
 CLOSED = "[gloo/transport/tcp/pair.cc:1] Connection closed by peer"

@@ -183,9 +183,8 @@ def _require_safe(path: KeyPath, part: Any) -> None:
         for key, each in enumerate(without) if type(without) in (list, tuple) else inner:
             _require_safe((*path, key), each)  # raises if the fault is in it alone
         text = textwrap.shorten(repr(part), 100)
-        kind = f"{type(part).__module__}.{type(part).__qualname__}"
         raise TypeError(
             f"what is saved must be tensors, numbers, strings, and dicts, lists and tuples of "
-            f"them, but `{keystr(path[0], path[1:])}` is {text} ({kind}): convert it, or "
-            f"leave it out; it would have to run code when it is loaded"
+            f"them, but `{keystr(path[0], path[1:])}` is {text} ({type(part).__qualname__}): "
+            f"convert it, or leave it out; it would have to run code when it is loaded"
         ) from error

@@ -40,9 +40,8 @@ def environment(launch: LaunchInfo, env: Mapping[str, str]) -> Iterator[Finding]
         usage = shutil.disk_usage(_SHARED_MEMORY)
         yield shared_memory(usage.total, usage.free)
     yield from _open_files()
-    python = platform.python_version()
-    versions = f"pardata {__version__}, torch {torch.__version__}, Python {python}"
-    yield Finding("versions", versions)
+    versions = f"pardata {__version__}, torch {torch.__version__}"
+    yield Finding("versions", f"{versions}, Python {platform.python_version()}")
 
 
 def _launcher(launch: LaunchInfo, env: Mapping[str, str]) -> Finding:

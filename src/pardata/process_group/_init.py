@@ -5,6 +5,7 @@ import socket
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from threading import Timer
 
 import torch
 import torch.distributed as dist
@@ -64,7 +65,8 @@ def init(
         hang_after: seconds or a `timedelta`. If a rank waits so long for others, or for a step
             of a loader, a table in the log tells where each rank is. The default is a tenth of
             `timeout`, at least a minute, and three minutes without one; 0 turns it off. Nothing is
-            stopped, but on an accelerator a rank that waits for one that has failed.
+            stopped, but on an accelerator a rank that waits for one that has failed. `init` itself
+            logs where the ranks were to meet.
 
     Raises:
         ValueError: launcher variables are partial or contradictory.
@@ -90,15 +92,24 @@ def init(
     launch = detect_launch(os.environ) if dist.group.WORLD is None else None
     if launch is not None:
         _check_not_inherited(launch)
-    state = form_group(launch, backend=backend, timeout=patience, device=device)
+    default = max((patience or dist.distributed_c10d.default_pg_timeout) / 10, _LEAST_HANG)
+    hang_after = default if hang_after is None else hang_after
+    which = launch.launch_id if launch else "a group that was there"
+    text = "init (%s) still waits for other ranks: does a firewall, or another network, part them?"
+    warns = Timer(hang_after.total_seconds(), _log.warning, [text, which])
+    if hang_after:
+        warns.start()
+    try:
+        state = form_group(launch, backend=backend, timeout=patience, device=device)
+    finally:
+        warns.cancel()
     with suppress(ValueError):  # who made the group need not have used a launcher's variables
         os.environ["PARDATA_JOINED"] = f"{os.getpid()} {detect_launch(os.environ).launch_id}"
     remember(state)
     report_uncaught(state)
-    default = max(state.client.timeout / 10, _LEAST_HANG)
-    state.hang_after = default if hang_after is None else hang_after
-    if state.hang_after:
-        state.resources.callback(Watchdog(state, state.hang_after.total_seconds()).stop)
+    state.hang_after = hang_after
+    if hang_after:
+        state.resources.callback(Watchdog(state, hang_after.total_seconds()).stop)
     world = state.world
     text = "joined: world size %d, nodes %d, launcher %s, backend %s, device %s on %s"
     sizes = world.size, world.num_nodes, world.launcher

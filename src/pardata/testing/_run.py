@@ -111,7 +111,11 @@ class _Settings(NamedTuple):
 def _started(rank: int, settings: _Settings, job: bytes) -> tuple[Any, Connection]:
     """Return the process of a rank, and where it sends a `RemoteError`, or its pickled result."""
     pipe, there = multiprocessing.Pipe(duplex=False)
-    process = _context().Process(target=_work, args=(rank, settings, job, there))
+    # A server process that has imported torch forks a rank in milliseconds; a fresh interpreter
+    # takes seconds. It is a child of this process and ends with it.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    process = context.Process(target=_work, args=(rank, settings, job, there))
     process.start()
     there.close()
     return process, pipe
@@ -163,14 +167,6 @@ def _stuck_text(stuck: list[int], settings: _Settings) -> str:
         f"all {settings.size} ranks must finish within {settings.timeout:g} s, "
         f"but rank {', '.join(map(str, stuck))} did not\n{table}"
     )
-
-
-def _context() -> Any:
-    # A server process that has imported torch forks a rank in milliseconds; a fresh interpreter
-    # takes seconds. It is a child of this process and ends with it.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
-    return context
 
 
 def _work(rank: int, settings: _Settings, job: bytes, pipe: Connection) -> None:

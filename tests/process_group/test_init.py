@@ -273,7 +273,7 @@ def test_a_group_that_takes_long_to_be_made_is_logged_on_every_rank():
     for rank, lines in enumerate(launched(join_once_it_is_logged, size=2)):
         assert re.fullmatch(
             rf"\[{rank}/2\] init \(torchrun:{rank}/2@127\.0\.0\.1:\d+\) still waits for other "
-            r"ranks: does a firewall, or another network, part them\?",
+            r"ranks: were all started, and can they reach each other\?",
             lines[0],
         )
 

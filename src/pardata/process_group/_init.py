@@ -95,7 +95,7 @@ def init(
     default = max((patience or dist.distributed_c10d.default_pg_timeout) / 10, _LEAST_HANG)
     hang_after = default if hang_after is None else hang_after
     which = launch.launch_id if launch else "a group that was there"
-    text = "init (%s) still waits for other ranks: does a firewall, or another network, part them?"
+    text = "init (%s) still waits for other ranks: were all started, and can they reach each other?"
     warns = Timer(hang_after.total_seconds(), _log.warning, [text, which])
     if hang_after:
         warns.start()

@@ -30,7 +30,6 @@ from torch.utils.data import DataLoader, Subset, TensorDataset, random_split
 
 from pardata import cache_dataset, make_loader
 from pardata.cache import _cache_dataset, _original
-from pardata.testing._run import _context
 
 BUILDS = "pardata builds the cache in {}, or waits for the process that does"
 
@@ -400,7 +399,9 @@ def _build_slowly(directory, pipe, locks):
 def build_in_progress(directory, *, locks=True):
     """A process in the middle of building, and the pipe to it."""
     here, there = multiprocessing.Pipe()
-    process = _context().Process(target=_build_slowly, args=(directory, there, locks))
+    process = multiprocessing.get_context("forkserver").Process(
+        target=_build_slowly, args=(directory, there, locks)
+    )
     process.start()
     there.close()
     try:
@@ -453,7 +454,9 @@ def _build_too(directory, pipe):
 @pytest.mark.parametrize("killed", [False, True])
 def test_of_two_that_build_at_once_the_second_waits_and_reads_or_builds(tmp_path, killed):
     to_second, there = multiprocessing.Pipe()
-    second = _context().Process(target=_build_too, args=(tmp_path, there))
+    second = multiprocessing.get_context("forkserver").Process(
+        target=_build_too, args=(tmp_path, there)
+    )
     with build_in_progress(tmp_path) as (first, to_first):
         second.start()
         assert to_second.poll(60)

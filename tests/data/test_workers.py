@@ -1,5 +1,6 @@
 """How many workers a rank gets, whether they can send, and when they end."""
 
+import gc
 import io
 import itertools
 import logging
@@ -248,3 +249,24 @@ def _own_of_fork_server():
 
 def test_other_processes_are_ended_by_sigterm_as_ever():
     assert run(_own_of_fork_server, world_size=1, fresh=True) == [(-15, -15)]
+
+
+def error_that_holds_a_loader():
+    """Return an error of an epoch with a worker: its traceback leads to the loader, as a cycle."""
+    loader = make_loader(range(8), 2, batch_transform=len, num_workers=1)
+    kept = None
+    for _ in loader:
+        try:
+            raise ValueError
+        except ValueError as error:
+            kept = error  # the frame holds the error, and the error holds the frame
+            break
+    return loader.batch_size, kept is not None
+
+
+def test_workers_end_with_a_loader_that_the_garbage_collector_finds():
+    before = {*multiprocessing.active_children()}
+    assert error_that_holds_a_loader() == (2, True)
+    left = {*multiprocessing.active_children()} - before
+    gc.collect()
+    assert [worker.exitcode for worker in left] == [0]

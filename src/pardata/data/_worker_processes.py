@@ -8,9 +8,9 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing import resource_tracker, util
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
-from weakref import WeakSet
 
 from torch.utils.data import DataLoader, get_worker_info
 
@@ -20,28 +20,19 @@ from pardata.environment._logger import flush_output
 _LAST = -200  # after finalizers that close the queues and remove the temporary folder
 
 
-class _Workers:
-    """The workers of this process, which SIGTERM does not end: killed as it ends.
+def _end_workers(processes: set[BaseProcess], writer: Connection) -> None:
+    """End workers whose iterator is gone, or whose rank ends. SIGTERM, which others send, does not.
 
-    multiprocessing sends its children SIGTERM then, and waits for them.
+    As the rank ends, multiprocessing would send them SIGTERM, and wait. If the garbage collector
+    finds their iterator in a cycle, as that of a kept error, its queues to them are closed before
+    it asks them to end.
     """
-
-    def __init__(self) -> None:
-        self._pid, self._processes = 0, WeakSet[BaseProcess]()
-
-    def add(self, processes: set[BaseProcess]) -> None:
-        if self._pid != os.getpid():  # else a fork would kill those of its parent
-            self._pid, self._processes = os.getpid(), WeakSet[BaseProcess]()
-            util.Finalize(None, self._kill, exitpriority=0)
-        self._processes.update(processes)
-
-    def _kill(self) -> None:
+    if util.is_exiting():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's raises if a worker dies
-        for process in self._processes:
+        for process in processes:
             process.kill()
-
-
-_workers = _Workers()
+    else:
+        writer.send_bytes(b"end")  # which none reads: each sees it
 
 
 def started(loader: DataLoader[Any], init_fn: Callable[[int], None] | None) -> Iterator[Any]:
@@ -51,24 +42,27 @@ def started(loader: DataLoader[Any], init_fn: Callable[[int], None] | None) -> I
     passes over it, and ends when its rank ends, whatever ended that. One in C code that holds
     Python's lock ends after that code, if its rank was killed.
     """
-    numbers = [int(n) for n in signal.Signals if may_stop(n)]
-    loader.worker_init_fn = partial(begin, init_fn, numbers)
     if not loader.num_workers:
         return iter(loader)
+    numbers = [int(n) for n in signal.Signals if may_stop(n)]
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    loader.worker_init_fn = partial(begin, init_fn, numbers, reader)
     method = start_method(loader)
     if method == "forkserver":
         # It blocks these signals too, and the processes that it starts do not.
         multiprocessing.set_forkserver_preload(["__main__", "pardata.data._fork_server"])
-    others = {*multiprocessing.active_children()}
+    others, steps = {*multiprocessing.active_children()}, None
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # until a worker handles them
     try:
         if method != "fork":
             resource_tracker.ensure_running()  # unblocks SIGTERM, up to Python 3.13
             signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-        return iter(loader)
+        steps = iter(loader)
+        return steps
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        _workers.add({*multiprocessing.active_children()} - others)
+        if new := {*multiprocessing.active_children()} - others:
+            util.Finalize(steps, _end_workers, [new, writer], exitpriority=0)
 
 
 def start_method(loader: DataLoader[Any]) -> str:
@@ -87,8 +81,12 @@ def _end() -> None:
         os._exit(0)
 
 
-def begin(init_fn: Callable[[int], None] | None, numbers: list[int], worker: int) -> None:
+def begin(
+    init_fn: Callable[[int], None] | None, numbers: list[int], reader: Connection, worker: int
+) -> None:
     """Begin a worker: it passes over these signals, and ends as soon as its rank has ended.
+
+    Or as there is something for `reader`.
 
     There ``get_worker_info().dataset`` is the user's, and not our reader.
     """
@@ -97,7 +95,7 @@ def begin(init_fn: Callable[[int], None] | None, numbers: list[int], worker: int
         signal.siginterrupt(number, False)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
     util.Finalize(None, _end, exitpriority=_LAST)
-    threading.Thread(target=_end_after_rank, daemon=True).start()
+    threading.Thread(target=_end_if_told, args=[reader], daemon=True).start()
     info: Any = get_worker_info()
     object.__setattr__(info, "dataset", info.dataset.dataset)  # it lets nobody else set anything
     if init_fn is not None:
@@ -108,6 +106,7 @@ def begin(init_fn: Callable[[int], None] | None, numbers: list[int], worker: int
             raise RuntimeError(text) from error
 
 
-def _end_after_rank() -> None:
-    multiprocessing.parent_process().join()  # type: ignore[union-attr]  # a worker has one
-    os._exit(1)
+def _end_if_told(reader: Connection) -> None:
+    rank: Any = multiprocessing.parent_process()
+    wait([rank.sentinel, reader])
+    os._exit(0)

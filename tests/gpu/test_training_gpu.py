@@ -30,7 +30,7 @@ from pardata import (
     unwrap,
     wrap_model,
 )
-from pardata.strategies._step_metrics import Tally
+from pardata.strategies._step_metrics import StepMetrics
 
 ROWS, CLASSES = 14, 3  # shares of two ranks, and microbatches of 3, are uneven
 
@@ -289,14 +289,14 @@ def told_and_heard(device, *metrics):
     """
     losses = torch.tensor([1.0, 5.0], device=device).unbind()
     with nothing_waits(device):
-        tallies = [Tally(set()), Tally(set())]
+        tallies = [StepMetrics(set()), StepMetrics(set())]
         for tally, loss, count, more in zip(tallies, losses, (3, 1), metrics, strict=True):
             metrics = {name: loss.expand(4) for name in more}
             tally.add((loss, {**metrics, "mean": Mean(loss * 3, loss)}), count, None)
         layers = nn.Linear(1, 1), nn.Linear(1, 1)
         total = sum(tally.message(2, layer) for tally, layer in zip(tallies, layers, strict=True))
         for tally in tallies:
-            tally.hear(total.clone(), 2, None)
+            tally.receive(total.clone(), 2, None)
         found = [tally.result() for tally in tallies]
     return [(loss.item(), {name: x.tolist() for name, x in more.items()}) for loss, more in found]
 
@@ -306,11 +306,11 @@ def test_what_ranks_tell_each_other_in_a_step_stops_no_gpu(device):
 
 
 def test_a_metric_on_the_cpu_stops_no_gpu_before_it_is_read(device):
-    tally, loss = Tally(set()), torch.ones((), device=device)
+    tally, loss = StepMetrics(set()), torch.ones((), device=device)
     with nothing_waits(device):
         tally.add((loss, {"seen": torch.arange(3.0)}), 4, None)
         told = tally.message(2, nn.Linear(1, 1))
-        tally.hear(told * 2, 2, None)  # of two ranks that say the same
+        tally.receive(told * 2, 2, None)  # of two ranks that say the same
     mean, metrics = tally.result()
     assert (mean.item(), metrics["seen"].tolist()) == (1.0, [0.0, 1.0, 2.0])
 

@@ -30,7 +30,7 @@ from torch.utils.data import TensorDataset
 from pardata import backward, check_in_sync, make_loader, unwrap, world, wrap_model
 from pardata.data._plan import share
 from pardata.strategies import _ddp_reducer
-from pardata.strategies._step_metrics import Tally
+from pardata.strategies._step_metrics import StepMetrics
 
 DIGEST = 6  # numbers by which gradients are compared in a model's first step
 TOLD = 26  # numbers that each rank tells in a step: a count, hashes, loss and metrics
@@ -277,8 +277,8 @@ class OnGpu(torch.Tensor):
 
 def numbers_on_a_gpu(*of_ranks):
     """Return what each step ends in, of which the metrics are so many numbers."""
-    model, sums, found = wrap_model(nn.Linear(4, 3).double()), Tally.sums, []
-    here = patch.object(Tally, "sums", lambda tally: sums(tally).as_subclass(OnGpu))
+    model, sums, found = wrap_model(nn.Linear(4, 3).double()), StepMetrics.sums, []
+    here = patch.object(StepMetrics, "sums", lambda tally: sums(tally).as_subclass(OnGpu))
     with here, patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor):
         for number in of_ranks[world().rank]:
             values = torch.arange(float(number))

@@ -74,7 +74,7 @@ class Checkpoint(NamedTuple):
     generators: list[Any]
     metadata: Any = None
 
-    def give(self, here: World, things: Mapping[str, Any], likes: Likes) -> Restored:
+    def apply(self, here: World, things: Mapping[str, Any], likes: Likes) -> Restored:
         """Give things their states, and return the rest. Collective.
 
         Args:
@@ -104,7 +104,7 @@ class Checkpoint(NamedTuple):
                 restore_generators(states, here.device, only_seed=not is_alike)
 
         exchange(store_client(), "Checkpointer.restore (loading)", load)
-        self._tell(here, lost)
+        self._report(here, lost)
         if resumes and not is_alike:
             text = "the seed is restored, but no random generators: %d process(es) saved theirs"
             _log.info(f"{text}, and there are %d now", len(saved), here.size)
@@ -119,7 +119,7 @@ class Checkpoint(NamedTuple):
                 f"not; the checkpoint {self.path} has {', '.join(map(repr, saved)) or 'none'}"
             )
 
-    def _tell(self, here: World, lost: list[str]) -> None:
+    def _report(self, here: World, lost: list[str]) -> None:
         """Log what is restored, and what is not."""
         step, processes = self.manifest["step"], self.manifest["processes"]
         text = "pardata restored step %d of %s, saved by %d process(es) with torch %s"

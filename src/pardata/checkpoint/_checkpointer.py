@@ -119,7 +119,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         objects = {name: plain_number(thing) for name, thing in objects.items()}
         snapshot: Snapshot
 
-        def tell() -> dict[str, object]:
+        def describe() -> dict[str, object]:
             nonlocal snapshot
             check_int("step", step, least=0)
             self._retention.check_value(objects)
@@ -132,7 +132,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             named = {"objects": list(objects), "per_rank": list(own)}
             return {"options": {"step": step, **named, **self._options}, "details": snapshot.texts}
 
-        require_equal(store_client(), "Checkpointer.save", tell, _raise_of_what_differs)
+        require_equal(store_client(), "Checkpointer.save", describe, _raise_of_what_differs)
         with explain_comm_errors("Checkpointer.save"):  # a round would send them to all ranks
             generators = gather_to_rank_zero(here, generator_states(here.device))
         contents = {"objects": snapshot.trees, "sharded": list(snapshot.parts)}
@@ -174,7 +174,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         self.wait()
         at, likes = plain_number(at), Likes()
 
-        def tell() -> dict[str, object]:
+        def describe() -> dict[str, object]:
             if at is not None:
                 check_int("at", at, least=0)
             check_stateful(objects)
@@ -182,9 +182,9 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             return {**self._options, "at": at, "objects": list(objects)}
 
         differ = partial(raise_if_different, "Checkpointer.restore", cure=_CURE)
-        exchange(store_client(), "Checkpointer.restore", tell, differ)
+        exchange(store_client(), "Checkpointer.restore", describe, differ)
         if (found := newest(here, self._directory, at)) is not None:
-            return found.give(here, objects, likes)
+            return found.apply(here, objects, likes)
         _log.info("there is no checkpoint in %s: the run starts from step 0", self._directory)
         return Restored()
 

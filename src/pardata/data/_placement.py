@@ -41,7 +41,7 @@ class Placement(NamedTuple):
         batch = moved(pinned(batch) if self.pins else batch, self.device)
         if self.transform is None:
             return batch
-        with self.collation.around("batch_transform", step, microbatch, self.device):
+        with self.collation.context_for("batch_transform", step, microbatch, self.device):
             return self.collation.called("batch_transform", self.transform, batch, step)
 
     def ahead(self, fetched: Iterator[Fetched], shaped: Shaped) -> Iterator[Any]:

@@ -38,7 +38,7 @@ class Collation(NamedTuple):
         """Return the context in which the samples of a step are read and collated."""
         return generators.Kept(generators.default_generators() if self.reproducible else ())
 
-    def around(
+    def context_for(
         self, user: str, step: GlobalStep, microbatch: int, device: torch.device | None = None
     ) -> AbstractContextManager[None]:
         """Return the context in which `user` sees one microbatch, or one rank's share.
@@ -68,7 +68,7 @@ class Collation(NamedTuple):
                     return default_collate(samples), 0
             except Exception as error:  # samples differ, or are of an unknown kind
                 raise self.failed(f"samples {indices} could not be collated", error) from error
-        with self.around("collate_fn", step, microbatch):
+        with self.context_for("collate_fn", step, microbatch):
             missing = sum(sample is None for sample in samples)
             return self.called("collate_fn", self.collate_fn, samples, step), missing
 
@@ -144,7 +144,7 @@ class Reader(Dataset[Any]):
     def _many(self, step: GlobalStep, microbatch: int, indices: Sequence[Any]) -> Any:
         """Return what ``__getitems__`` returns, or None, from now on, if it drew for a share."""
         before = self.collation.around_reading()
-        self.collation.around("__getitems__", step, microbatch)  # seeds for a microbatch
+        self.collation.context_for("__getitems__", step, microbatch)  # seeds for a microbatch
         samples = self._got(self.dataset.__getitems__, indices)
         # How many numbers a share draws depends on the ranks. One by one each sample has a seed.
         self._by_items = self.collation.microbatches or not before.moved()

@@ -151,11 +151,11 @@ def _shown(batch: Any) -> int | None:
     columns = [part for part in parts if is_text(part) or (isinstance(part, Tensor) and part.ndim)]
     if columns:
         # All of one kind and of unlike length: sequences, a sample each, as well as columns.
-        is_told = not is_list(batch) or len(columns) < len(parts) or not _are_alike(columns)
-        return len(columns[0]) if is_told or len({*map(len, columns)}) == 1 else None
+        is_clear = not is_list(batch) or len(columns) < len(parts) or not _are_alike(columns)
+        return len(columns[0]) if is_clear or len({*map(len, columns)}) == 1 else None
     # A list may be all of one field, or a sample: nobody can tell.
-    is_told = _are_alike(parts) and not all(map(is_list, parts))
-    return len(parts) if is_told and _agreed(parts) in (None, len(parts)) else None
+    is_clear = _are_alike(parts) and not all(map(is_list, parts))
+    return len(parts) if is_clear and _agreed(parts) in (None, len(parts)) else None
 
 
 def _agreed(part: Any) -> int | None:

@@ -21,18 +21,17 @@ _LAST = -200  # after finalizers that close the queues and remove the temporary 
 
 
 def _end_workers(processes: set[BaseProcess], writer: Connection) -> None:
-    """End workers whose iterator is gone, or whose rank ends. SIGTERM, which others send, does not.
+    """End workers whose iterator is gone, or whose rank ends. They pass over SIGTERM.
 
-    As the rank ends, multiprocessing would send them SIGTERM, and wait. If the garbage collector
-    finds their iterator in a cycle, as that of a kept error, its queues to them are closed before
-    it asks them to end.
+    As the rank ends, multiprocessing would send SIGTERM, and wait. A kept error may hold the
+    iterator in a cycle. Then the garbage collector closes its queues before it asks workers to end.
     """
     if util.is_exiting():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's raises if a worker dies
         for process in processes:
             process.kill()
     else:
-        writer.send_bytes(b"end")  # which none reads: each sees it
+        writer.send_bytes(b"end")  # no worker reads it, so that each one sees it
 
 
 def started(loader: DataLoader[Any], init_fn: Callable[[int], None] | None) -> Iterator[Any]:

@@ -57,8 +57,8 @@ def _gpus() -> Finding:
         return Finding("GPUs", *hidden)
     if not (seen := _device.visible_devices()):
         return Finding("GPUs", "none: training runs on the CPU")
-    told = map(_device.properties_of, seen)
-    kinds = Counter(f"{gpu.name}, {gpu.total_memory / _GIB:.0f} GiB" for gpu in told)
+    gpus = map(_device.properties_of, seen)
+    kinds = Counter(f"{gpu.name}, {gpu.total_memory / _GIB:.0f} GiB" for gpu in gpus)
     found = ", ".join(f"{number} x {kind}" for kind, number in kinds.items())
     return Finding("GPUs", f"{found}; backend {_device.backend_for(seen[0])}")
 

@@ -137,7 +137,7 @@ def lead(client: StoreClient, call: str) -> Iterator[None]:
         remote = RemoteError.of(error, rank=client.rank, call=section)
         with suppress(Exception):  # the first error says more
             this = _Round(client, call)
-            client.request(lambda store: this.give(store, {"errors": [asdict(remote)]}))
+            client.request(lambda store: this.publish(store, {"errors": [asdict(remote)]}))
         raise
     finally:
         current_op.leads = ""
@@ -192,7 +192,7 @@ class _Round:
                 self.arrive(store, value, error)
             if wait_for(store, [self._key], patience):
                 return store.get(self._key).decode()
-            return "" if left > patience else self.give(store, self._late(store, timeout))
+            return "" if left > patience else self.publish(store, self._late(store, timeout))
 
         try:
             while True:
@@ -215,9 +215,9 @@ class _Round:
         if store.add(f"count/{self._number}", 1) == client.size:
             store.delete_key(f"count/{self._number}")
             store.delete_key(f"result/{self._number - 1}")  # all are here, so all have read it
-            self.give(store, self._decided(_entries(store, client.size)))
+            self.publish(store, self._decided(_entries(store, client.size)))
 
-    def give(self, store: dist.Store, result: Result) -> str:
+    def publish(self, store: dist.Store, result: Result) -> str:
         """Write a result if none stands; return the one that stands."""
         return set_once(store, self._key, json.dumps(result))
 

@@ -28,7 +28,7 @@ from pardata.strategies._step import (
     known_metrics,
     microbatch_seed,
 )
-from pardata.strategies._step_metrics import Tally
+from pardata.strategies._step_metrics import StepMetrics
 from pardata.strategies._wrap_model import strategy_and_layer
 
 _log = get_logger(__name__)
@@ -160,14 +160,14 @@ def backward(
     _check_arguments(model, loss_fn)
     step = _step_of(model, batch, scaler)
     step.share = Share.of(batch, count, step)
-    with explain_comm_errors("backward", batch), step.whole():
+    with explain_comm_errors("backward", batch), step.synchronized():
         for one in step.share.microbatches:
             current_op.heartbeat()
-            with step.around(one), forked_torch_seed(microbatch_seed(batch, one.number)):
+            with step.microbatch(one), forked_torch_seed(microbatch_seed(batch, one.number)):
                 (_run if one.count else _run_placeholder)(step, model, loss_fn, one)
     if type(step) is Step and step.size == 1:
         _trained_alone.add(model)
-    means = step.tally.result()
+    means = step.metrics.result()
     count_run(batch)
     return means
 
@@ -203,13 +203,13 @@ def _alone(model: nn.Module, loss_fn: LossFn, batch: Any, scaler: GradScaler | N
         with forbidden_in(batch):
             returned = loss_fn(model, microbatch)
         if not isinstance(returned, Tensor):
-            tally = Tally(known_metrics(model))
-            loss = tally.add(returned, 1, microbatch)
-            tally.raise_refused()
+            metrics = StepMetrics(known_metrics(model))
+            loss = metrics.add(returned, 1, microbatch)
+            metrics.raise_refused()
         else:  # a loss alone is its own mean
-            tally, loss = None, checked(returned)
+            metrics, loss = None, checked(returned)
         (loss if scaler is None else scaler.scale(loss)).backward()
-    means = wide(loss.detach()) if tally is None else tally.result()
+    means = wide(loss.detach()) if metrics is None else metrics.result()
     count_run(batch)
     return means
 
@@ -258,7 +258,7 @@ def _forward(
     with forward_of(model, keeps=keeps) as outputs, step.running():
         returned = loss_fn(model, microbatch.data)
     returned = with_one_loss(returned, microbatch, step.share, outputs)
-    loss = step.tally.add(returned, microbatch.count, microbatch.data)
+    loss = step.metrics.add(returned, microbatch.count, microbatch.data)
     step.check(loss)
     step.share.expected()  # raises on all ranks, before any of them sends
     if microbatch is step.share.microbatches[-1]:

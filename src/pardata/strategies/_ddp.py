@@ -22,10 +22,10 @@ from pardata.model._torch_internals import (
     uncompiled,
 )
 from pardata.strategies._ddp_reducer import (
-    Parcel,
+    Payload,
     ReducedParameters,
     compare_gradients,
-    parcel_for,
+    payload_for,
     reset_reducer,
 )
 from pardata.strategies._loss_weights import Microbatch
@@ -121,12 +121,12 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
         self._assign_modules_buffers()
 
     @cached_property
-    def _parcel(self) -> Parcel | None:
-        return parcel_for(self)
+    def _payload(self) -> Payload | None:
+        return payload_for(self)
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
-        for name in ("_parcel", "_reduced", "_compared"):  # they go with the reducer
+        for name in ("_payload", "_reduced", "_compared"):  # they go with the reducer
             state.pop(name, None)
         return state
 
@@ -159,7 +159,7 @@ class DdpStep(SharedStep):
     """Strategy "ddp": every rank runs at least one microbatch, the last of which synchronises."""
 
     least = 1
-    _parcel: Parcel | None = None
+    _payload: Payload | None = None
 
     def _prepare(self) -> None:
         if not self.layer.require_backward_grad_sync:
@@ -172,7 +172,7 @@ class DdpStep(SharedStep):
         self._reads_through = isinstance(self.layer, ReadThroughDDP)  # not PyTorch's own class
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
+    def synchronized(self) -> Iterator[None]:
         if self.share.most > 1 and self.layer.static_graph:
             raise ValueError(
                 f"`static_graph` must be False if a rank has more than one microbatch, here "
@@ -190,11 +190,11 @@ class DdpStep(SharedStep):
                 reset_reducer(self.layer)
                 raise
             finally:
-                if self._parcel is not None:
-                    self._parcel.numbers = None  # a failed step left them
+                if self._payload is not None:
+                    self._payload.numbers = None  # a failed step left them
             if self._reads_through and self.layer._has_unequal_buffers():
                 self.layer._broadcast_buffers()
-            self._settle()
+            self._take_means()
 
     def _begin(self) -> None:
         """Look whether all is reduced that is trained."""
@@ -238,19 +238,19 @@ class DdpStep(SharedStep):
     def _others(self) -> object:
         return self.layer._has_rebuilt_buckets
 
-    def around(self, microbatch: Microbatch) -> AbstractContextManager[None]:
+    def microbatch(self, microbatch: Microbatch) -> AbstractContextManager[None]:
         last = microbatch is self.share.microbatches[-1]
         context: AbstractContextManager[None] = nullcontext() if last else self.layer.no_sync()
         return context
 
     def send(self) -> None:
-        if self.size > 1:  # a model in PyTorch's own class has no parcel
-            self._parcel = getattr(self.layer, "_parcel", None)
-        if self._parcel is not None:
-            self._parcel.numbers = self.tally.message(self.size, self.layer)
+        if self.size > 1:  # a model in PyTorch's own class has no payload
+            self._payload = getattr(self.layer, "_payload", None)
+        if self._payload is not None:
+            self._payload.numbers = self.metrics.message(self.size, self.layer)
 
     def _sums(self) -> Tensor:
-        return super()._sums() if self._parcel is None else self._parcel.sums()
+        return super()._sums() if self._payload is None else self._payload.sums()
 
 
 class DdpStrategy(Strategy):

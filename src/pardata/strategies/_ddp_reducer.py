@@ -120,7 +120,7 @@ def _renew_reducer(model: Any) -> None:
         model.logger._set_static_graph()
         # In its first step it reduces at the end of the backward, which DDP asks for once.
         model.__dict__["_static_graph_delay_allreduce_enqueued"] = False
-    model.__dict__.pop("_parcel", None)  # it is registered with the old one
+    model.__dict__.pop("_payload", None)  # it is registered with the old one
     for hook, state in model._comm_hooks:
         register_hook(model, state, hook)
 
@@ -172,7 +172,7 @@ _SMALL = 2**17  # numbers: gradients that are copied in less time than a collect
 _MOST_RANKS = 64  # by which what travels with them, some 100 numbers for each, is no longer small
 
 
-class Parcel:
+class Payload:
     """Numbers that travel with the gradients, at the end of the bucket that is reduced first.
 
     A collective of their own would take as long as that of a small model's gradients. A large
@@ -186,38 +186,38 @@ class Parcel:
     def __init__(self, group: Any) -> None:
         self.group = group
         self.numbers: Tensor | None = None  # to be sent with the next bucket
-        self.told: Any = None
+        self.received: Any = None
 
     def sums(self) -> Tensor:
         """Return the sums of what all ranks have told, the same on all to the bit."""
-        words: Tensor = self.told.to(torch.int16)
+        words: Tensor = self.received.to(torch.int16)
         return words.view(torch.float64).view(self.group.size(), -1).sum(0)
 
 
-def _mean_with_parcel(parcel: Parcel, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Reduce a bucket as DDP does, to the mean over the ranks; and the numbers of `parcel`."""
-    gradients, size = bucket.buffer(), parcel.group.size()
-    count, numbers = len(gradients), parcel.numbers
+def _mean_with_payload(payload: Payload, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Reduce a bucket as DDP does, to the mean over the ranks; and the numbers of `payload`."""
+    gradients, size = bucket.buffer(), payload.group.size()
+    count, numbers = len(gradients), payload.numbers
     if numbers is None:
         sent = gradients.div_(size)
     else:
         words = numbers.view(torch.int16)
         places = gradients.new_zeros(size, len(words))
-        places[parcel.group.rank()] = words
+        places[payload.group.rank()] = words
         sent = torch.cat([gradients.div_(size), places.view(-1)])
-        parcel.numbers, parcel.told = None, sent[count:]
+        payload.numbers, payload.received = None, sent[count:]
     done = torch.futures.Future[Tensor]()
     if bucket.is_last() and sent.is_cpu:
         # Nothing is left to be computed meanwhile, and to wait here takes one thread less.
-        dist.all_reduce(sent, group=parcel.group)
+        dist.all_reduce(sent, group=payload.group)
         done.set_result(sent[:count])
     else:
-        work: Any = dist.all_reduce(sent, group=parcel.group, async_op=True)
+        work: Any = dist.all_reduce(sent, group=payload.group, async_op=True)
         done = work.get_future().then(lambda future: future.value()[0][:count])
     return done
 
 
-def parcel_for(model: DistributedDataParallel) -> Parcel | None:
+def payload_for(model: DistributedDataParallel) -> Payload | None:
     """Arrange what carries numbers with the gradients, if that can be. The same on all ranks.
 
     It cannot if the model is large, if the user has registered a hook, or if gradients have too
@@ -233,7 +233,7 @@ def parcel_for(model: DistributedDataParallel) -> Parcel | None:
     late = model._use_python_reducer or model._delay_all_reduce_all_params
     if small and few and wide and one_device and not (sparse or late):
         with suppress(RuntimeError):  # there can be one hook, and the user has his own
-            parcel = Parcel(model.process_group)
-            register_hook(model, parcel, _mean_with_parcel)
-            return parcel
+            payload = Payload(model.process_group)
+            register_hook(model, payload, _mean_with_payload)
+            return payload
     return None

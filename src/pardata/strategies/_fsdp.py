@@ -61,21 +61,21 @@ class FsdpStep(SharedStep):
                 )
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
+    def synchronized(self) -> Iterator[None]:
         with GradientsAside(parameters_of(self.module)):
             try:
                 with under_way(self.layer):
                     yield
-                    self._settle()
+                    self._take_means()
                     if _EQUAL in vars(self.layer) and self.layer.training:
                         buffers = real_buffers(self.layer).values()
-                        average(buffers, self.tally.count, self.tally.total)
+                        average(buffers, self.metrics.count, self.metrics.total)
             except BaseException:
                 forget_step(self.layer)  # also what was in .grad before: that is put back next
                 raise
 
     @contextmanager
-    def around(self, microbatch: Microbatch) -> Iterator[None]:
+    def microbatch(self, microbatch: Microbatch) -> Iterator[None]:
         # Each microbatch's gradients are scattered: kept until the last, they would be whole.
         self.layer.set_requires_all_reduce(microbatch is self.share.microbatches[-1])
         try:

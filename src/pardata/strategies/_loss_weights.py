@@ -101,12 +101,12 @@ class StepCounts:
         return dict.fromkeys([(name,) for name in self._names], 0)
 
     def _ask_for(self, microbatch: Any, samples: Callable[[], int]) -> Counts:
-        told = self._count(microbatch)
-        if not isinstance(told, Mapping):
-            return {"": checked_weight(told, "count(microbatch)")}
-        if not all(isinstance(name, str) and name for name in told):
-            raise TypeError(f"`count` must name terms by texts, but returned the names {[*told]}")
-        terms = {n: checked_weight(c, f"count(microbatch)[{n!r}]") for n, c in told.items()}
+        given = self._count(microbatch)
+        if not isinstance(given, Mapping):
+            return {"": checked_weight(given, "count(microbatch)")}
+        if not all(isinstance(name, str) and name for name in given):
+            raise TypeError(f"`count` must name terms by texts, but returned the names {[*given]}")
+        terms = {n: checked_weight(c, f"count(microbatch)[{n!r}]") for n, c in given.items()}
         return {"": samples(), **terms}
 
     def start(self, replicas: Replicas, numbers: range, step_size: int) -> Callable[[], Counts]:
@@ -138,7 +138,7 @@ class StepCounts:
     def _started(self, replicas: Replicas) -> Callable[[], Sequence[float]]:
         """Begin to add up over the ranks: how many are no integers, counts, and a hash."""
         is_world = replicas.size > 1 and replicas.size == dist.get_world_size()
-        # In the form of all other collectives of ours: a rank that is in another one is told.
+        # In the form of every other collective here: a rank that is in another one gets an error.
         matching = CheckedCollective("backward", self._ask, lambda _: "count") if is_world else None
         if matching is None:
             self._ask()
@@ -241,7 +241,7 @@ class Share(NamedTuple):
 
     @classmethod
     def of(cls, batch: Any, count: Count | None, replicas: Replicas) -> "Share":
-        """Return what `batch` is made of. Communicates only where a `count` is told, or nothing."""
+        """Return what `batch` is made of. Communicates if a `count` is given, or nothing."""
         if not isinstance(batch, Microbatches):
             return cls._of_one(batch, count, replicas)
         if replicas.size not in (1, batch.size):

@@ -22,7 +22,7 @@ from pardata.rng._seeds import mix, run_seed
 from pardata.store._current_op import forbidding_calls
 from pardata.strategies._forward import leaves_of
 from pardata.strategies._loss_weights import Microbatch, Replicas, Share, started
-from pardata.strategies._step_metrics import Tally
+from pardata.strategies._step_metrics import StepMetrics
 
 _NOTHING = nullcontext()
 # Set on the layer of a model that shows its strategy.
@@ -106,7 +106,7 @@ class Step(Replicas):
         module: the module inside all layers.
         share: what is run, as soon as that is known.
         takes_means: whether who reduces the gradients takes their mean over the ranks.
-        tally: what it says.
+        metrics: losses and metrics of its microbatches.
     """
 
     share: Share
@@ -116,21 +116,21 @@ class Step(Replicas):
         super().__init__(layer)
         self.model, self.module = model, layers(model)[-1]
         self.scaler, self.batch = scaler, batch
-        self.tally = Tally(known_metrics(layer))
+        self.metrics = StepMetrics(known_metrics(layer))
         self._prepare()
 
     def _prepare(self) -> None:
         """Find out who runs this step, and refuse what cannot be run."""
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Run the whole step in the block; after it the tally has heard from all ranks.
+    def synchronized(self) -> Iterator[None]:
+        """Run the step in the block; after it `metrics` has the means over all ranks.
 
         A step that ends in an error leaves gradients as they were.
         """
         with GradientsAside(parameters_of(self.module)):
             yield
-            self.tally.raise_refused()
+            self.metrics.raise_refused()
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -158,7 +158,7 @@ class Step(Replicas):
     def _others(self) -> object:
         """Return what changes where the wrapper has started a collective by itself."""
 
-    def around(self, microbatch: Microbatch) -> AbstractContextManager[None]:  # noqa: ARG002  # the exact step uses it
+    def microbatch(self, microbatch: Microbatch) -> AbstractContextManager[None]:  # noqa: ARG002  # the exact step uses it
         """Return the context of the forward and backward of one microbatch."""
         return _NOTHING
 
@@ -204,7 +204,7 @@ class SharedStep(Step):
         self.size = dist.get_world_size(self.group)
         if isinstance(self.batch, Microbatches):  # else nothing says whose step it is
             where = f"step {self.batch.step} of epoch {self.batch.epoch}"
-            self.tally.step = f"{where}, of a loader with seed {self.batch.seed}"
+            self.metrics.step = f"{where}, of a loader with seed {self.batch.seed}"
 
     def _sums(self) -> Tensor:
         """Return the sums of what all ranks tell.
@@ -212,18 +212,18 @@ class SharedStep(Step):
         They are sent after the backward. A step may fail on all ranks, in another microbatch on
         each: none of them has then begun a collective that the others have not.
         """
-        return started(self.tally.message(self.size, self.layer), self.group)()
+        return started(self.metrics.message(self.size, self.layer), self.group)()
 
-    def _settle(self) -> None:
+    def _take_means(self) -> None:
         """Take the means, and correct the gradients where more or less was counted than expected.
 
         None of an earlier step may be in ``.grad``.
         """
         if self.size == 1:
-            self.tally.raise_refused()
+            self.metrics.raise_refused()
             return
-        self.tally.hear(self._sums(), self.size, self.group)
-        factor = self.share.expected() / self.tally.total
+        self.metrics.receive(self._sums(), self.size, self.group)
+        factor = self.share.expected() / self.metrics.total
         if isinstance(factor, Tensor):
             factor = factor.nan_to_num(posinf=0.0)  # where nothing was counted, gradients are 0
         elif math.isclose(factor, 1, rel_tol=1e-12):  # sums of fractions may differ in a last bit

@@ -70,7 +70,7 @@ class Mean:
             )
 
 
-class Tally:
+class StepMetrics:
     """The losses and metrics of this rank's microbatches, and their means over those of all ranks.
 
     Args:
@@ -155,7 +155,7 @@ class Tally:
             ends = ends.pin_memory().to(values.device, non_blocking=True)
         return torch.cat([ends[:_FRONT], values[:_ROOM], ends[_FRONT:]])
 
-    def hear(self, sums: Tensor, size: int, group: Any) -> None:
+    def receive(self, sums: Tensor, size: int, group: Any) -> None:
         """Take the means from the sums of the messages of all ranks. Collective.
 
         Raises:
@@ -177,9 +177,9 @@ class Tally:
         if len(self._rest):
             dist.all_reduce(self._rest, group=group)
             values = torch.cat([values, self._rest])
-        self.settle(values, self.total)
+        self.set_means(values, self.total)
 
-    def settle(self, sums: Tensor, total: float | Tensor) -> None:
+    def set_means(self, sums: Tensor, total: float | Tensor) -> None:
         """Take the means over the microbatches of all ranks, whose loss counts `total`."""
         parts = split_like(sums, self._first())
         self._means = [part / total for part in parts[: self._weighted]] + parts[self._weighted :]
@@ -187,7 +187,7 @@ class Tally:
     def result(self) -> Any:
         """Return the mean loss, and the means of the metrics, if there are any."""
         if self._means is None and len(self._seen) > 1:  # nobody else runs any
-            self.settle(self.sums(), self.count)
+            self.set_means(self.sums(), self.count)
         own, *leaves = self._first()
         loss, *metrics = self._means or self._first()
         loss = wide(own) if loss is own else loss.to(wide(own))

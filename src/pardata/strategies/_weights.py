@@ -95,11 +95,11 @@ def check_in_sync(model: nn.Module) -> None:
     require_equal(store_client(), "check_in_sync", digests, _compare)
 
 
-def _compare(told: list[dict[str, Any]]) -> None:
+def _compare(found: list[dict[str, Any]]) -> None:
     """Raise, with a table of the first weight that differs."""
-    names: list[dict[str, object]] = [{"the parameter names": sorted(facts)} for facts in told]
+    names: list[dict[str, object]] = [{"the parameter names": sorted(facts)} for facts in found]
     raise_if_different("check_in_sync", names, "Build the same model on every rank.")
-    digests = {name: [tuple(facts[name]) for facts in told] for name in told[0]}
+    digests = {name: [tuple(facts[name]) for facts in found] for name in found[0]}
     # Ranks that hold different parts of a weight have nothing in common to compare.
     differing = [n for n, all_ in digests.items() if len({*all_}) > len({part for part, _ in all_})]
     if not differing:
@@ -107,7 +107,7 @@ def _compare(told: list[dict[str, Any]]) -> None:
     rows = [f"{part}SHA-256 {digest}…" for part, digest in digests[differing[0]]]
     raise RuntimeError(
         f"every rank must hold the same weights, but `{differing[0]}` differs between ranks "
-        f"({len(differing)} of {len(told[0])} parameters and buffers differ):\n"
+        f"({len(differing)} of {len(found[0])} parameters and buffers differ):\n"
         f"{format_rank_table(rows)}\nWas it changed on some ranks only, or trained without "
         f"the wrapped model's forward?"
     )

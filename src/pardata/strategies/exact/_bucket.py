@@ -75,9 +75,9 @@ class Bucket:
         gradient = gradient.detach()
         return (torch.view_as_real(gradient) if self._is_complex else gradient).to(self._dtype)
 
-    def send(self, riders: Tensor | None = None) -> None:
-        """Send the subtrees' sums here, and `riders` behind them. Collective."""
-        behind = self._length + (0 if riders is None else len(riders))
+    def send(self, payload: Tensor | None = None) -> None:
+        """Send the subtrees' sums here, and `payload` behind them. Collective."""
+        behind = self._length + (0 if payload is None else len(payload))
         rows = self._exchange.rows(behind, self._dtype, self.parameters[0].device)
         # A rank that has failed has other subtrees, and no rank will use the sum.
         left = [gradients for _, gradients in self._stack.subtrees]
@@ -90,8 +90,8 @@ class Bucket:
                 parts, values = map(list, zip(*used, strict=True))
                 torch._foreach_copy_(parts, values)  # as optimizers do
         rows[:, self._length :] = NOTHING
-        if riders is not None:
-            rows[0, self._length : behind] = riders
+        if payload is not None:
+            rows[0, self._length : behind] = payload
         self._stack.subtrees.clear()
         self.sum = OrderedSum(self._exchange, rows)
 
@@ -100,7 +100,7 @@ class Bucket:
         return [row[where].as_strided(shape, stride) for where, shape, stride in self._places]
 
     def finish(self) -> Tensor:
-        """Wait for the sums, and return those of the riders of all ranks."""
+        """Wait for the sums, and return those of the payload of all ranks."""
         self._sums = self.sum.result()
         del self.sum
         return self._sums[self._length :]

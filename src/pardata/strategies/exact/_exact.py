@@ -68,9 +68,9 @@ class ExactModel(ReadThrough, Wrapper):
             return
         now = kernels(next(self.parameters()).device)
         if differ := [name for name in now if then.get(name) != now[name]]:
-            told = ", ".join(f"{key} was {then.get(key)!r} and is {now[key]!r}" for key in differ)
+            diff = ", ".join(f"{key} was {then.get(key)!r} and is {now[key]!r}" for key in differ)
             raise ValueError(
-                f"an exact run must keep the kernels that it began with, but {told}: resume "
+                f"an exact run must keep the kernels that it began with, but {diff}: resume "
                 f"where it began (threads: wrap_model(..., threads=…)) and with its precisions, "
                 f"or load into unwrap(model), for a run that is no longer the same to the last bit"
             )

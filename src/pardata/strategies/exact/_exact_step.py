@@ -62,11 +62,11 @@ class ExactStep(Step):
                 f"are the same at every world size"
             )
         self._sums = self.layer.exact
-        # Raised within the step, so that the others hear it.
+        # Raised within the step, so that the others get an error.
         self._refusal: Exception | None = refused_kernels(self.model, self._sums.threads)
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
+    def synchronized(self) -> Iterator[None]:
         """Run the microbatches of this rank in the block; then set what all ranks have together."""
         self._begin()
         failed = self._refusal  # also where this rank runs nothing
@@ -107,11 +107,11 @@ class ExactStep(Step):
         self._ask(failed=False)
 
     def _ask(self, *, failed: bool) -> None:
-        facts = self._key(), failed, zlib.crc32(self.tally.structure().encode()), self._first
+        facts = self._key(), failed, zlib.crc32(self.metrics.structure().encode()), self._first
         self._vote = CheckedCollective("backward", dict, str).start_min_max(facts)
 
-    def _heard(self) -> _Answer:
-        """Return what all have said."""
+    def _outcome(self) -> _Answer:
+        """Return what all ranks have in common, once all have sent it."""
         if self._vote is not None:
             vote, self._vote, self._answer = self._vote, None, _Answer()  # also where it raises
             (key, other_key), (_, failed), (text, other_text), (first, _) = vote()
@@ -120,11 +120,11 @@ class ExactStep(Step):
 
     def _may_send(self) -> bool:
         """Whether all send the same: gloo ends a process that gets what it does not expect."""
-        heard = self._heard()
-        return heard.is_same and heard.is_alike and not heard.has_failed
+        outcome = self._outcome()
+        return outcome.is_same and outcome.is_alike and not outcome.has_failed
 
     @contextmanager
-    def around(self, microbatch: Microbatch) -> Iterator[None]:
+    def microbatch(self, microbatch: Microbatch) -> Iterator[None]:
         """Seed Python's and NumPy's generators as well as PyTorch's: they show in the last bit."""
         if self._refusal is not None:
             raise self._refusal
@@ -132,30 +132,30 @@ class ExactStep(Step):
         seed_generators(microbatch_seed(self.batch, microbatch.number), default_generators()[:-1])
         yield
         self._sums.end()
-        self._means.add(microbatch, self.tally.last())
+        self._means.add(microbatch, self.metrics.last())
 
     def _conclude(self, failed: Exception | None) -> None:
         """Add up what all ranks have, and set it, or raise. Collective."""
         if self._answer is None and self._vote is None:
             self._ask(failed=True)
         first = self._agreed(failed).first
-        rows = self._means.rows(len(self.tally.last()), first)
+        rows = self._means.rows(len(self.metrics.last()), first)
         flags = [failed is not None, *self._sums.used()]
-        riders = Riders(self._exchange, rows, flags)
-        if riders.fit():
-            self._sums.send_rest(riders.sent())
-            flags, sums = riders.received(self._sums.finish())
+        payload = Payload(self._exchange, rows, flags)
+        if payload.fit():
+            self._sums.send_rest(payload.sent())
+            flags, sums = payload.received(self._sums.finish())
         else:
             flags, sums = self._sent_apart(rows, flags)
         any_failed, *used = flags
         if any_failed:
             raise failed or _failed_elsewhere()
         total = self.share.expected()
-        self.tally.settle(self._means.apply(sums, total), total)
+        self.metrics.set_means(self._means.apply(sums, total), total)
         self._sums.set_gradients(used)
 
     def _sent_apart(self, rows: Tensor, flags: list[bool]) -> tuple[list[bool], Tensor]:
-        """Add up, and hear, what does not ride with the gradients. Collective."""
+        """Return flags and sums of all ranks that do not travel with the gradients. Collective."""
         self._sums.send_rest()
         group, device = cpu_group_and_device(world())
         of_any = torch.tensor(flags, dtype=torch.int32, device=device)
@@ -167,8 +167,8 @@ class ExactStep(Step):
 
     def _agreed(self, failed: Exception | None) -> _Answer:
         """Return what all ranks have said; raise on each of them where they do not agree."""
-        heard = self._heard()
-        if not heard.is_same:
+        outcome = self._outcome()
+        if not outcome.is_same:
             msg = (
                 f"every rank must be at the same step of the same loader, train the same "
                 f"parameters, have the same buffers and the same seed, but they differ; this one "
@@ -178,13 +178,13 @@ class ExactStep(Step):
                 f"`backward` alone, and call seed_everything with the same seed, on every rank"
             )
             raise failed or RuntimeError(msg)
-        if heard.has_failed:
+        if outcome.has_failed:
             raise failed or _failed_elsewhere()
         if self.size == 1:
-            self.tally.raise_refused()
-        if not heard.is_alike:
-            self.tally.raise_of_structures()
-        return heard
+            self.metrics.raise_refused()
+        if not outcome.is_alike:
+            self.metrics.raise_of_structures()
+        return outcome
 
     def _key(self) -> int:
         """Return a number that is the same on all ranks which send the same at the same step."""
@@ -204,7 +204,7 @@ _MOST = 2**14  # numbers: more take longer than a collective of their own
 _WORDS = 4  # a float64 is four words of 16 bits, and a float32 holds one exactly
 
 
-class Riders:
+class Payload:
     """A rank's flags, and its rows of means, on the way to all ranks.
 
     Each row has a place of its own, as words to which the other ranks add zeros: so no sum rounds.
@@ -221,7 +221,7 @@ class Riders:
         self._length = len(flags) + len(exchange.spans) * self._width * _WORDS
 
     def fit(self) -> bool:
-        """Whether they are few, and each rank sends a sum that they can ride with."""
+        """Whether they are few, and each rank sends a sum with which they can travel."""
         how = self._exchange
         reaches = how.is_plain or min(how.counts) > 0
         return how.size > 1 and reaches and self._rows.is_cpu and self._length <= _MOST

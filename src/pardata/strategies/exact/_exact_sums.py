@@ -129,8 +129,8 @@ class Sums:
         while self._sent < self._early and self._buckets[self._sent].is_taken and self._may_send():
             self._send_next()
 
-    def _send_next(self, riders: Tensor | None = None) -> None:
-        self._buckets[self._sent].send(riders)
+    def _send_next(self, payload: Tensor | None = None) -> None:
+        self._buckets[self._sent].send(payload)
         self._sent += 1
         self._add_up(self._sent - _AHEAD)
 
@@ -140,18 +140,18 @@ class Sums:
             bucket.sum.add()
             self._added += 1
 
-    def send_rest(self, riders: Tensor | None = None) -> None:
-        """Send what is left, `riders` with the last of it.
+    def send_rest(self, payload: Tensor | None = None) -> None:
+        """Send what is left, `payload` with the last of it.
 
         A rank that ran a placeholder alone has sent nothing before: no other collective may begin
         until all ranks have sent the same.
         """
         while self._sent < len(self._buckets):
             is_last = self._sent == len(self._buckets) - 1
-            self._send_next(riders if is_last else None)
+            self._send_next(payload if is_last else None)
 
     def finish(self) -> Tensor:
-        """Add what was sent, and return the sums of the riders."""
+        """Add what was sent, and return the sums of the payload."""
         self._add_up(len(self._buckets))
         return [bucket.finish() for bucket in self._buckets][-1]
 

@@ -1,4 +1,4 @@
-"""The programs of the page on migrating: before and after learn the same, on one and two ranks."""
+"""The programs of the page on migrating, and of `migrating`: before and after learn the same."""
 
 import contextlib
 import importlib.util
@@ -6,36 +6,27 @@ import io
 import os
 import re
 import runpy
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from launched import launched
 from places import DOCS
-from test_docs import Block, blocks
+from test_docs import blocks
 
-PAGE = DOCS / "migrating.md"
-PROGRAMS = [block for block in blocks(PAGE) if block.language == "python"]
-
-
-@dataclass(frozen=True)
-class Migration:
-    """Where people come from, which module that needs, and the page's two programs."""
-
-    name: str
-    module: str
-    before: Block
-    after: Block
-
-
+FROM_PAGE = [block for block in blocks(DOCS / "migrating.md") if block.language == "python"]
+PROGRAMS = Path(__file__).parent / "migrating"
+# Where people come from, and which module that needs.
 PEERS = {"ddp": "torch", "accelerate": "accelerate", "fabric": "lightning_fabric"}
 PEERS |= {"ignite": "ignite"}
-MIGRATIONS = [
-    Migration(name, module, *pair)
-    for (name, module), pair in zip(
-        PEERS.items(), zip(PROGRAMS[::2], PROGRAMS[1::2], strict=True), strict=True
-    )
-]
+
+
+def programs(peer):
+    """Return the program before and the one after."""
+    if peer == "ddp":
+        before, after = (block.program for block in FROM_PAGE)
+        return before, after
+    before, after = (PROGRAMS / f"{peer}_{when}.py" for when in ("before", "after"))
+    return before.read_text(encoding="utf-8"), after.read_text(encoding="utf-8")
 
 
 def as_script(file):
@@ -47,29 +38,29 @@ def as_script(file):
     return printed.getvalue()
 
 
-def loss_of(block, size, directory):
-    """Run a program of the page on `size` ranks and return the loss that rank 0 alone prints."""
+def loss_of(program, size, directory):
+    """Run a program on `size` ranks and return the loss that rank 0 alone prints."""
     directory.mkdir()
     file = directory / "train.py"
-    file.write_text(block.program, encoding="utf-8")
+    file.write_text(program, encoding="utf-8")
     first, *others = launched(as_script, str(file), size=size)
-    assert others == [""] * (size - 1), f"{block.name}: {others}"
+    assert others == [""] * (size - 1), f"{directory.name}: {others}"
     line = r"(?s).*^loss (\d+\.\d{6})(?:, accuracy 0\.\d{4})?\n"
     printed = re.fullmatch(line, str(first), flags=re.MULTILINE)
-    assert printed, f"{block.name}: {first}"
-    if "Checkpointer" in block.text:  # started again it finds nothing left to do
+    assert printed, f"{directory.name}: {first}"
+    if "Checkpointer" in program:  # started again it finds nothing left to do
         assert launched(as_script, str(file), size=size) == [""] * size
     return float(printed[1])
 
 
 @pytest.mark.parametrize("sizes", [(2,), pytest.param((1, 2), marks=pytest.mark.soak)], ids=str)
-@pytest.mark.parametrize("migration", MIGRATIONS, ids=PEERS)
-def test_before_and_after_learn_the_same(migration, sizes, tmp_path):
-    if importlib.util.find_spec(migration.module) is None:
-        pytest.skip(f"{migration.module} is not installed")
+@pytest.mark.parametrize("peer", PEERS)
+def test_before_and_after_learn_the_same(peer, sizes, tmp_path):
+    if importlib.util.find_spec(PEERS[peer]) is None:
+        pytest.skip(f"{PEERS[peer]} is not installed")
     losses = [
-        loss_of(block, size, tmp_path / f"{name}-{size}")
-        for name, block in (("before", migration.before), ("after", migration.after))
+        loss_of(program, size, tmp_path / f"{when}-{size}")
+        for when, program in zip(("before", "after"), programs(peer), strict=True)
         for size in sizes
     ]
     assert losses[0] < 2.0, "an untrained one has 2.3"

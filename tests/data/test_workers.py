@@ -28,7 +28,8 @@ from pardata.data._workers import choose_workers
 from pardata.environment._world import cpus_per_rank
 
 STOPPING, HANGING, ENDING = (
-    Path(__file__).parents[1] / name for name in ("stopping.py", "hanging.py", "ending.py")
+    Path(__file__).parents[1] / "helpers" / name
+    for name in ("stopping.py", "hanging.py", "ending.py")
 )
 STARTS = ("fork", "forkserver", "spawn")
 

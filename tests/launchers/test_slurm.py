@@ -19,7 +19,7 @@ from programs import MNIST, TORCHRUN, WHO, fingerprint, joined
 from pardata import Checkpointer
 
 PYTHON = sys.executable
-STOPPING = Path(__file__).parents[1] / "stopping.py"
+STOPPING = Path(__file__).parents[1] / "helpers" / "stopping.py"
 
 
 @pytest.fixture(scope="module")

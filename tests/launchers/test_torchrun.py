@@ -14,7 +14,7 @@ from programs import MNIST, TORCHRUN, fingerprint, joined
 from pardata import Checkpointer
 
 TRAINING = Path(__file__).parents[1] / "promises" / "faults" / "training.py"
-STOPPING = Path(__file__).parents[1] / "stopping.py"
+STOPPING = Path(__file__).parents[1] / "helpers" / "stopping.py"
 # Short times until a node counts as gone, and until a smaller world begins without it.
 ELASTIC = [
     "--nnodes=1:2", "--max-restarts=3",

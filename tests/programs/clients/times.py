@@ -2,7 +2,7 @@
 
 Both run at once and take turns, a step each, so that what else the machine does hits both alike.
 
-    PYTHONPATH=src:tests python tests/programs/clients/times.py
+    PYTHONPATH=src:tests/helpers python tests/programs/clients/times.py
 """
 
 import multiprocessing

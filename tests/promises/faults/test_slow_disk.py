@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[2]))
 sys.path.append(str(Path(__file__).parents[2] / "checkpoint"))
 from checkpoint_zoo import Run
 from launched import launched

@@ -1,4 +1,4 @@
-"""What the tests of this folder share: a model, batches, and by how much a gradient is off."""
+"""What the tests of gradients share: a model, batches, and by how much a gradient is off."""
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # the usual name

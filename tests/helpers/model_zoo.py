@@ -1,4 +1,4 @@
-"""What the tests of this folder share: models, batches, what ranks have of them."""
+"""What the tests of models share: models, batches, and what ranks have of them."""
 
 import torch
 import torch.distributed as dist

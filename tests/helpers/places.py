@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 ARTICLES = EXAMPLES / "articles"  # with all the options of the articles, which they compare
 BENCHMARKS = ROOT / "benchmarks"

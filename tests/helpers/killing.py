@@ -13,7 +13,7 @@ from pathlib import Path
 from forked import python
 from processes import children, ended, run, start
 
-TRAINING = Path(__file__).parent / "promises" / "faults" / "training.py"
+TRAINING = Path(__file__).parents[1] / "promises" / "faults" / "training.py"
 
 # What a run has on its disk while it does what it is to be killed in.
 MOMENTS = {

@@ -107,8 +107,8 @@ def pytest_itemcollected(item):
 def _is_of_many_ranks(item):
     """Return whether a test of a package runs on 3 ranks or more: versions show themselves on 2."""
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    is_of_room = MARKS.get(item.path.relative_to(HERE).parts[0]) == "oldest"
-    return is_of_room and isinstance(size := parameters.get("size"), int) and size > 2
+    is_of_package = MARKS.get(item.path.relative_to(HERE).parts[0]) == "oldest"
+    return is_of_package and isinstance(size := parameters.get("size"), int) and size > 2
 
 
 @pytest.fixture

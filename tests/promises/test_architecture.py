@@ -71,8 +71,8 @@ def test_a_file_knows_only_its_own_package_and_those_before_it(name):
             assert other.removeprefix("pardata.") in TOP, (name, other)
             continue
         assert known == own or ORDER.index(known) < ORDER.index(own), (name, other)
-        # By path: a door opens the whole package, and may be half open when its own files are read.
-        assert other.count(".") > 1, f"{name} imports the door {other}"
+        # By path: an `__init__` imports the whole package, and may be half read when its files are.
+        assert other.count(".") > 1, f"{name} imports the package {other}"
 
 
 def test_no_two_files_know_each_other():
@@ -113,8 +113,8 @@ def test_a_door_is_one_sentence_its_public_names_and_nothing_else(name):
 
 def test_the_face_takes_its_names_from_the_doors():
     taken = [node for node in TREES[FACE].body if isinstance(node, ast.ImportFrom)]
-    doors = {f"pardata.{name}" for name in ORDER}
-    assert {node.module for node in taken} <= doors | {"pardata.environment._version"}
+    inits = {f"pardata.{name}" for name in ORDER}
+    assert {node.module for node in taken} <= inits | {"pardata.environment._version"}
 
 
 def test_files_in_a_package_are_private():

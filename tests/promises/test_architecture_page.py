@@ -20,8 +20,8 @@ def names(cell):
     return re.findall(r"`(\w+)`", cell)
 
 
-def public_names(door):
-    (assigned,) = [n for n in TREES[door].body if isinstance(n, ast.Assign)] or [None]
+def public_names(init):
+    (assigned,) = [n for n in TREES[init].body if isinstance(n, ast.Assign)] or [None]
     return [] if assigned is None else ast.literal_eval(assigned.value)
 
 
@@ -32,9 +32,9 @@ def test_the_table_has_all_packages_in_their_order():
 @pytest.mark.parametrize("row", ROWS, ids=ORDER)
 def test_a_package_is_as_its_init_says(row):
     (name,), sentence, public = names(row[0]), row[1], names(row[2])
-    door = f"pardata.{name}"
-    assert sentence == ast.get_docstring(TREES[door]).split("\n")[0]
-    assert sorted(public) == sorted(public_names(door))
+    init = f"pardata.{name}"
+    assert sentence == ast.get_docstring(TREES[init]).split("\n")[0]
+    assert sorted(public) == sorted(public_names(init))
 
 
 @pytest.mark.parametrize("row", ROWS, ids=ORDER)

@@ -252,6 +252,31 @@ def test_gpu_runs_dry_on_a_cpu_with_images_that_it_makes_and_says_so(tmp_path, s
     assert [title[1] for title in saved(tmp_path, "gpu")["tables"]] == ["a", "b", "b"]
 
 
+def test_gpu_first_day_goes_through_every_check_on_a_cpu(tmp_path):
+    text = output_of(tmp_path, "gpu_first_day.py", "--device", "cpu")
+    assert "device: cpu: a dry run" in text
+    findings = saved(tmp_path, "gpu_first_day")["tables"]["checks"]
+    assert text.count("\n| ") == len(findings) + 2
+    found = {(row["check"], row["what"]): row["found"] for row in findings}
+    codes = {check: text for (check, what), text in found.items() if what == "seconds, exit code"}
+    assert [*codes] == [
+        *("meshes", "ends", "environment", "probe", "operations", "graphs", "lstm"),
+        *("exact", "two_ranks", "seeding", "prefetch", "saves"),
+    ]
+    assert all(text.endswith(", 0") for text in codes.values()), codes
+    operations = [text for (check, _), text in found.items() if check == "operations"]
+    assert sum(text.startswith("equal") for text in operations) > 20
+    assert not any("DIFFERS" in text for text in operations)
+    ends = [text for (check, _), text in found.items() if check == "ends"]
+    assert ends[:3] == ["[1, 1], [True, True]"] * 3
+
+
+def test_a_check_that_fails_costs_only_itself(tmp_path):
+    output_of(tmp_path, "gpu_first_day.py", "--checks", "seeding", "saves", "--device", "meta")
+    findings = saved(tmp_path, "gpu_first_day")["tables"]["checks"]
+    assert [row["found"].endswith(", 1") for row in findings] == [True, True]
+
+
 def test_drift_finds_ddp_apart_and_exact_the_same(tmp_path):
     text = output_of(tmp_path, "drift.py", "--sizes", 1, 2, "--epochs", 1)
     ddp, exact = saved(tmp_path, "drift")["tables"].values()

@@ -194,11 +194,6 @@ def check(found: dict[str, list[dict[str, Any]]]) -> None:
     require(holds=holds, what=f"the losses of {CACHED!r} and {READY!r} differ")
 
 
-def processes(size: int) -> str:
-    """Return in words how many."""
-    return "1 process" if size == 1 else f"{size} processes"
-
-
 def main() -> None:
     """Measure at each size, and print the tables."""
     made = parser(__doc__, 5, "epochs of each contender, in fresh processes")
@@ -219,7 +214,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as cache:
         cache_dataset(images.read(None), cache)
         for size in args.sizes:
-            title = f"{what}: {processes(size)}, {args.rounds} epochs of each"
+            title = f"{what}: {size} process(es), {args.rounds} epochs of each"
             report.add(title, "s", compare(size, args, cache))
             print(f"losses of the cached loader and its limit at size {size}: equal to the bit")
     report.save()

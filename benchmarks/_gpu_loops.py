@@ -1,27 +1,25 @@
-"""What benchmarks/gpu.py times: nets, the loops that train them, batches, and how to count."""
+"""What the benchmarks of GPUs time: nets, the loops that train them, and batches."""
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
+from _nets import SMALL_NETS, Block, mean_loss, trained_by
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import profile
 from torch.utils.data import TensorDataset
-from training_loop import mean_loss, sgd
+from torchvision.models import resnet18
 
 from pardata import backward, make_loader, world, wrap_model
-
-Block = Callable[[Iterable[Any]], None]
 
 
 class Transformer(nn.Module):
     """Twelve layers, and the mean over a sequence."""
 
-    def __init__(self, width: int = 512) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(width, 8, 4 * width, dropout=0.0, batch_first=True)
         self.layers = nn.TransformerEncoder(layer, 12)
@@ -41,9 +39,14 @@ def lenet() -> nn.Module:
     )
 
 
-def mlp() -> nn.Module:
-    """Return a net whose step is mostly overhead."""
-    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+def nets(*, is_full: bool) -> dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]]:
+    """Return, by name, how a net is made, the shape of a sample, and of how many a batch is."""
+    width, tokens, batch, pixels = (512, 128, 256, 32) if is_full else (16, 4, 8, 16)
+    return {
+        "small MLP": (lambda: nn.Sequential(*SMALL_NETS["mlp"][1]()), (64,), 32),
+        "ResNet-18": (partial(resnet18, num_classes=10), (3, pixels, pixels), batch),
+        "transformer": (partial(Transformer, width), (tokens, width), max(4, batch // 8)),
+    }
 
 
 def by_hand(net: nn.Module, loss_fn: Callable[..., Tensor] = mean_loss) -> Block:
@@ -51,15 +54,7 @@ def by_hand(net: nn.Module, loss_fn: Callable[..., Tensor] = mean_loss) -> Block
     device = world().device
     ids = None if device.type == "cpu" else [device]
     model = DistributedDataParallel(net.to(device), device_ids=ids)
-    optimizer = sgd(model)
-
-    def block(batches: Iterable[Any]) -> None:
-        for batch in batches:
-            optimizer.zero_grad()
-            loss_fn(model, batch).backward()
-            optimizer.step()
-
-    return block
+    return trained_by(model, lambda trained, batch: loss_fn(trained, batch).backward())
 
 
 def readme(
@@ -67,15 +62,7 @@ def readme(
 ) -> Block:
     """Return the loop of the README."""
     model = wrap_model(net, strategy)
-    optimizer = sgd(model)
-
-    def block(batches: Iterable[Any]) -> None:
-        for batch in batches:
-            optimizer.zero_grad()
-            backward(model, loss_fn, batch)
-            optimizer.step()
-
-    return block
+    return trained_by(model, lambda trained, batch: backward(trained, loss_fn, batch))
 
 
 def synchronise() -> None:
@@ -110,18 +97,3 @@ def ready(shape: tuple[int, ...], batch: int, steps: int, microbatch: int | None
     """Return batches of noise, on the device."""
     data = TensorDataset(torch.randn(batch * steps, *shape), torch.arange(batch * steps) % 10)
     return list(make_loader(data, batch, microbatch_size=microbatch, seed=0))
-
-
-def counted(block: Block, batches: list[Any]) -> tuple[float, float]:
-    """Return how many kernels a step launches, and how often it waits for the GPU."""
-    block(batches)
-    synchronise()
-    with profile(activities=torch.profiler.supported_activities()) as seen:
-        block(batches)
-    calls = {event.key: event.count / len(batches) for event in seen.key_averages()}
-    launches = sum(count for name, count in calls.items() if "LaunchKernel" in name)
-    # The profiler itself waits for the whole device at its end. So CUDA and ROCm call it: of others
-    # nothing is known.
-    ends = ("StreamSynchronize", "EventSynchronize")
-    waits = sum(count for name, count in calls.items() if name.endswith(ends))
-    return (launches, waits) if launches else (math.nan, math.nan)

@@ -65,12 +65,12 @@ class Images:
         return self.read(transforms.Compose([*augment, transforms.ToTensor(), standard]))
 
 
-def mnist(data_dir: Path, samples: int | None = None, *, train: bool = True) -> Images:
+def mnist(data_dir: Path, samples: int | None = None) -> Images:
     """Return MNIST, or its first samples."""
     return Images(
         "MNIST",
         data_dir / "MNIST" / "raw",
-        partial(_read_mnist, data_dir, samples, train=train),
+        partial(_read_mnist, data_dir, samples),
         [],
         (0.1307,),
         (0.3081,),
@@ -83,7 +83,7 @@ def mnist_affine(data_dir: Path, samples: int | None = None) -> Images:
     return Images(
         "MNIST with a random affine",
         data_dir / "MNIST" / "raw",
-        partial(_read_mnist, data_dir, samples, train=True),
+        partial(_read_mnist, data_dir, samples),
         [transforms.RandomAffine(**AFFINE)],
         (0.1307,),
         (0.3081,),
@@ -135,13 +135,9 @@ def add_samples(parser: argparse.ArgumentParser, default: int | None = None) -> 
 
 
 def _read_mnist(
-    data_dir: Path,
-    samples: int | None,
-    transform: Callable[[Any], Any] | None,
-    *,
-    train: bool,
+    data_dir: Path, samples: int | None, transform: Callable[[Any], Any] | None
 ) -> Dataset[Any]:
-    found = datasets.MNIST(str(data_dir), train=train, transform=transform)
+    found = datasets.MNIST(str(data_dir), transform=transform)
     found.data, found.targets = found.data[:samples], found.targets[:samples]
     return found
 

@@ -16,7 +16,7 @@ from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median, quantiles
-from typing import TypeVar
+from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 
@@ -164,18 +164,28 @@ def print_table(title: str, unit: str, rows: Iterable[Row]) -> None:
     print(flush=True)
 
 
-def save(
-    directory: Path, script: str, about: Mapping[str, str], tables: Mapping[str, Iterable[Row]]
-) -> None:
-    """Write the numbers of all rounds, under the name of the script."""
-    content = {
-        "environment": dict(about),
-        "tables": {title: [asdict(row) for row in rows] for title, rows in tables.items()},
-    }
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"{Path(script).stem}.json"
-    path.write_text(json.dumps(content, indent=1) + "\n")
-    print(f"written to {path}")
+class Report:
+    """What a benchmark prints, and, with --save, keeps under the name of its script."""
+
+    def __init__(self, script: str, directory: Path | None) -> None:
+        self._script, self._directory = script, directory
+        self.about, self.tables = print_environment(), dict[str, Sequence[Any]]()
+
+    def add(self, title: str, unit: str, rows: Iterable[Row]) -> None:
+        """Print the rows as a Markdown table below a title."""
+        self.tables[title] = made = list(rows)
+        print_table(title, unit, made)
+
+    def save(self) -> None:
+        """Write the numbers of all rounds, if that was asked for."""
+        if self._directory is None:
+            return
+        tables = {title: [asdict(row) for row in rows] for title, rows in self.tables.items()}
+        content = {"environment": self.about, "tables": tables}
+        self._directory.mkdir(parents=True, exist_ok=True)
+        path = self._directory / f"{Path(self._script).stem}.json"
+        path.write_text(json.dumps(content, indent=1) + "\n")
+        print(f"written to {path}")
 
 
 def require(*, holds: bool, what: str) -> None:

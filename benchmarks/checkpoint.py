@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 import torchvision
-from _measure import Reach, Row, alternate, parser, print_environment, print_table, save
+from _measure import Reach, Report, Row, alternate, parser
 from torch.nn.functional import cross_entropy
 
 import pardata
@@ -150,17 +150,11 @@ def main() -> None:
     arguments: argparse.ArgumentParser = parser(__doc__, 7, "saves of each contender")
     arguments.add_argument("--model", default="resnet50", help="of torchvision (default: resnet50)")
     args = arguments.parse_args()
-    about = print_environment()
-    training = Training(args.model)
+    report, training = Report(__file__, args.save), Training(args.model)
     size = sum(tensor.nbytes for tensor in _tensors(training.state())) / 1e6
-    tables = {
-        f"{args.model} with Adam, {size:.0f} MB: {quantity}": rows
-        for quantity, rows in compare(training, args.rounds).items()
-    }
-    for title, rows in tables.items():
-        print_table(title, "", rows)
-    if args.save:
-        save(args.save, __file__, about, tables)
+    for quantity, rows in compare(training, args.rounds).items():
+        report.add(f"{args.model} with Adam, {size:.0f} MB: {quantity}", "", rows)
+    report.save()
 
 
 if __name__ == "__main__":

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _measure import Row, parser, positive, print_environment, print_table, require, save
+from _measure import Report, Row, parser, positive, require
+from _nets import mean_loss
 from sklearn.datasets import load_digits
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch import nn
 from torch.utils.data import TensorDataset
 
 import pardata
@@ -47,12 +47,6 @@ def small_net() -> nn.Module:
         nn.Dropout(0.3),
         nn.Linear(16 * 4 * 4, 10),
     )
-
-
-def mean_loss(model: nn.Module, batch: Any) -> Tensor:
-    """Return the mean loss over the images of `batch`."""
-    images, labels = batch
-    return cross_entropy(model(images), labels)
 
 
 def train(strategy: str, epochs: int, seed: int) -> dict[str, Any]:
@@ -165,18 +159,13 @@ def main() -> None:
         "--sizes", type=positive, nargs="+", default=[1, 2, 4, 8], help="(default: 1 2 4 8)"
     )
     args = arguments.parse_args()
-    about = print_environment()
+    report = Report(__file__, args.save)
     rounds = [compare(args, seed) for seed in range(args.rounds)]
-    tables = {
-        f"{strategy}, {args.epochs} epochs, differs from {args.sizes[0]} process(es) by": rows(
-            [found[strategy] for found in rounds]
-        )
-        for strategy in STRATEGIES
-    }
-    for title, lines in tables.items():
-        print_table(title, "", lines)
+    for strategy in STRATEGIES:
+        title = f"{strategy}, {args.epochs} epochs, differs from {args.sizes[0]} process(es) by"
+        report.add(title, "", rows([found[strategy] for found in rounds]))
+    report.save()
     if args.save:
-        save(args.save, __file__, about, tables)
         try:
             draw(args.save / "drift.png", rounds[0])
         except ImportError:

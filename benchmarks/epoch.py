@@ -2,7 +2,6 @@
 
     python benchmarks/epoch.py
     python benchmarks/epoch.py --rounds 1 --samples 60000
-    python benchmarks/epoch.py --workers-table 0 2 4     # also the tables of num_workers
     python benchmarks/epoch.py --save
 
 The net of articles/mnist.py, global batch 512, Adam, in one process and in two that share the
@@ -10,38 +9,21 @@ cores. The tutorial's way, DistributedSampler, DistributedDataParallel and DataL
 workers; pardata, plain and from cache_dataset; and the limit, the same steps as those of the cached
 loader with every batch ready in memory. The latter three with the allocator as it is and as init
 tunes it, which lasts for the life of a process: so each measurement takes fresh ones. The losses of
-the cached loader and of its limit must be equal to the bit.
-
---workers-table trains with a random affine, in one process and some epochs, with so many workers:
-for how long each step waits for its batch and computes, as in the tables that people make to choose
-num_workers. With --save also draws epoch.png, if matplotlib is there. Needs torchvision.
+the cached loader and of its limit must be equal to the bit. Needs torchvision.
 """
 
 import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
-from _images import Images, add_data_dir, add_samples, mnist, mnist_affine
-from _measure import (
-    Reach,
-    Row,
-    alternate,
-    parser,
-    positive,
-    print_environment,
-    print_table,
-    require,
-    save,
-    usable_cores,
-)
+from _images import Images, add_data_dir, add_samples, mnist
+from _measure import Reach, Report, Row, alternate, parser, positive, require, usable_cores
 from _nets import conv_net
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -72,9 +54,6 @@ class Training:
         cache: the directory of the cache.
         batch_size: of all ranks together.
         tune_cpu: whether init tunes the allocator.
-        workers: of each loader.
-        epochs: how many.
-        test: the images on which to count what is right afterwards; None for not at all.
     """
 
     source: str
@@ -82,9 +61,6 @@ class Training:
     cache: str
     batch_size: int
     tune_cpu: bool = False
-    workers: int = 0
-    epochs: int = 1
-    test: Images | None = None
 
 
 def train(how: Training) -> dict[str, Any]:
@@ -105,20 +81,16 @@ def train(how: Training) -> dict[str, Any]:
     step((torch.zeros(share, 1, 28, 28), torch.zeros(share, dtype=torch.int64)))
     step.seconds = 0.0
     torch.manual_seed(rank)  # the same dropout for all contenders
-    losses = []
     torch.distributed.barrier()
     start = time.perf_counter()
-    for epoch in range(how.epochs):
-        losses += [step(batch) for batch in batches(epoch)]
+    losses = [step(batch) for batch in batches]
     seconds = time.perf_counter() - start
     # A rank that waits for the other does so in its step.
     spent = {"seconds": seconds, "waiting": seconds - step.seconds}
-    correct = None if how.test is None else count_correct(model, how.test)
     return {
         "losses": pardata.all_gather(losses),
         "spent": pardata.all_reduce_mean(spent),
         "steps": len(losses),
-        "correct": correct,
     }
 
 
@@ -143,66 +115,33 @@ class Step:
         return value
 
 
-Source = Callable[[Training], Callable[[int], Any]]
-
-
-def tutorial(how: Training) -> Callable[[int], Any]:
-    """Return, for an epoch, the batches as tutorials read them."""
+def tutorial(how: Training) -> Iterable[Batch]:
+    """Return the batches of an epoch as tutorials read them."""
     dataset = how.images.one_by_one()
     sampler: DistributedSampler[Any] = DistributedSampler(dataset)
     share = how.batch_size // torch.distributed.get_world_size()
-    loader: DataLoader[Batch] = DataLoader(
-        dataset, share, sampler=sampler, drop_last=True, num_workers=how.workers
-    )
-
-    def batches(epoch: int) -> DataLoader[Batch]:
-        sampler.set_epoch(epoch)
-        return loader
-
-    return batches
+    return DataLoader(dataset, share, sampler=sampler, drop_last=True)
 
 
-def plain(how: Training) -> Callable[[int], Any]:
-    """Return, for an epoch, the batches of pardata with nothing cached."""
+def plain(how: Training) -> Iterable[Batch]:
+    """Return the batches of pardata with nothing cached."""
     dataset = how.images.one_by_one()
-    loader = make_loader(dataset, how.batch_size, shuffle=True, seed=0, num_workers=how.workers)
-    return lambda _epoch: loader
+    return make_loader(dataset, how.batch_size, shuffle=True, seed=0, num_workers=0)
 
 
-def cached(how: Training) -> Callable[[int], Any]:
-    """Return, for an epoch, the batches of pardata from a cache that is there."""
+def cached(how: Training) -> Iterable[Batch]:
+    """Return the batches of pardata from a cache that is there."""
     dataset = cache_dataset(how.images.read(None), how.cache)
-    ours = partial(make_loader, dataset, how.batch_size, shuffle=True, seed=0)
     transform = how.images.transform
-    if how.images.augment_batch is None:
-        loader = ours(batch_transform=transform)
-        return lambda _epoch: loader
-    size = torch.distributed.get_world_size()
-    pieces = ours(batch_transform=transform, microbatch_size=how.batch_size // size)
-
-    def batches(_epoch: int) -> Iterator[Batch]:
-        for (batch,) in pieces:
-            yield batch
-
-    return batches
+    return make_loader(dataset, how.batch_size, shuffle=True, seed=0, batch_transform=transform)
 
 
-def ready(how: Training) -> Callable[[int], Any]:
-    """Return, for an epoch, what `cached` yields first, read before."""
-    batches = list(cached(how)(0))
-    return lambda _epoch: batches
+def ready(how: Training) -> Iterable[Batch]:
+    """Return what `cached` yields, read before."""
+    return list(cached(how))
 
 
-SOURCES: dict[str, Source] = {TUTORIAL: tutorial, PLAIN: plain, CACHED: cached, READY: ready}
-
-
-@torch.no_grad()
-def count_correct(model: nn.Module, images: Images) -> float:
-    """Return the percentage of the images that the model, in this one process, gets right."""
-    model.eval()
-    loader = DataLoader(images.one_by_one(), 1000)
-    right = sum(int((model(batch).argmax(dim=1) == labels).sum()) for batch, labels in loader)
-    return 100 * right / len(loader.dataset)  # type: ignore[arg-type]  # it has a length
+SOURCES = {TUTORIAL: tutorial, PLAIN: plain, CACHED: cached, READY: ready}
 
 
 def measure(how: Training, size: int) -> dict[str, Any]:
@@ -255,109 +194,8 @@ def check(found: dict[str, list[dict[str, Any]]]) -> None:
     require(holds=holds, what=f"the losses of {CACHED!r} and {READY!r} differ")
 
 
-@dataclass(frozen=True)
-class Tried:
-    """A line of the table of workers: seconds of a step, and of the whole; percent."""
-
-    name: str
-    load: float
-    update: float
-    total: float
-    accuracy: float
-
-    @classmethod
-    def of(cls, name: str, report: dict[str, Any]) -> "Tried":
-        """Return the line of what a training reports."""
-        total, load = report["spent"]["seconds"], report["spent"]["waiting"]
-        steps = report["steps"]
-        return cls(name, load / steps, (total - load) / steps, total, report["correct"])
-
-
-def try_workers(args: argparse.Namespace, cache: str) -> list[Tried]:
-    """Train with each number of workers, and ours next to it."""
-    images = mnist_affine(args.data_dir, args.samples)
-    how = Training(
-        TUTORIAL,
-        images,
-        cache,
-        args.batch_size,
-        epochs=args.epochs,
-        test=mnist(args.data_dir, args.test_samples, train=False),
-    )
-    ways = {f"DataLoader, {n} workers": replace(how, workers=n) for n in args.workers_table}
-    ways |= {
-        f"pardata, {n} workers": replace(how, source=PLAIN, workers=n) for n in args.workers_table
-    }
-    for tuning in (NOT_TUNED, TUNED):
-        ways[f"{CACHED}, {tuning}"] = replace(how, source=CACHED, tune_cpu=tuning == TUNED)
-    return [Tried.of(name, measure(how, size=1)) for name, how in ways.items()]
-
-
-def print_workers(title: str, tried: list[Tried]) -> None:
-    """Print the table as those that are found in articles."""
-    print(f"\n{title}\n")
-    print("| | load time, s a step | update time, s a step | total, s | accuracy, % |")
-    print("| --- | ---: | ---: | ---: | ---: |")
-    for line in tried:
-        numbers = f"{line.load:.4f} | {line.update:.4f} | {line.total:.2f} | {line.accuracy:.2f}"
-        print(f"| {line.name} | {numbers} |")
-    print(flush=True)
-
-
-def draw(path: Path, epochs: dict[int, list[Row]], tried: list[Tried]) -> None:
-    """Draw how long an epoch takes, and, where that was measured, the table of workers."""
-    import matplotlib as mpl  # noqa: PLC0415  # only to draw
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt  # noqa: PLC0415  # after the choice of the backend
-
-    count = len(epochs) + bool(tried)
-    size_of_each = {"figsize": (5.8 * count, 4.2), "layout": "constrained", "squeeze": False}
-    figure, panels = plt.subplots(1, count, **size_of_each)
-    for axes, (size, rows) in zip(panels[0], epochs.items(), strict=False):
-        times = {row.name: median(row.values) for row in rows}
-        names = [name for name in times if not name.startswith(WAITING)]
-        waiting = [times[WAITING + name] for name in names]
-        computing = [times[name] - times[WAITING + name] for name in names]
-        bars(axes, names, waiting, computing)
-        axes.set(title=f"An epoch, {processes(size)}", xlabel="seconds")
-    if tried:
-        axes = panels[0, -1]
-        loads, updates = ([getattr(line, part) for line in tried] for part in ("load", "update"))
-        bars(axes, [line.name for line in tried], loads, updates)
-        axes.set(title="A step with a random affine, 1 process", xlabel="seconds")
-    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    print(f"drawn in {path}")
-
-
-def bars(axes: Any, names: list[str], waiting: list[float], computing: list[float]) -> None:
-    """Draw a bar for each name, the first on top: waiting, then computing."""
-    axes.barh(names, waiting, color="tab:orange", label="waiting for data")
-    drawn = axes.barh(names, computing, left=waiting, color="tab:blue", label="computing")
-    totals = [f"{wait + rest:.3g}" for wait, rest in zip(waiting, computing, strict=True)]
-    axes.bar_label(drawn, totals, padding=3)
-    axes.invert_yaxis()
-    axes.margins(x=0.15)
-    axes.grid(axis="x", alpha=0.3)
-
-
-def processes(size: int) -> str:
-    """Return in words how many."""
-    return "1 process" if size == 1 else f"{size} processes"
-
-
-def not_negative(text: str) -> int:
-    """Return the number on the command line, which must be 0 or more."""
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"must be 0 or more, but is {number}")
-    return number
-
-
-def arguments() -> argparse.ArgumentParser:
-    """Return what can be said on the command line."""
+def main() -> None:
+    """Measure at each size, and print the tables."""
     made = parser(__doc__, 5, "epochs of each contender, in fresh processes")
     add_samples(made, 12_000)
     made.add_argument(
@@ -366,61 +204,20 @@ def arguments() -> argparse.ArgumentParser:
     made.add_argument(
         "--sizes", type=positive, nargs="+", default=[1, 2], help="processes (default: 1 2)"
     )
-    made.add_argument(
-        "--workers-table",
-        type=not_negative,
-        nargs="+",
-        default=[],
-        metavar="WORKERS",
-        help="also compare so many workers, with a random affine (default: none)",
-    )
-    made.add_argument(
-        "--epochs", type=positive, default=3, help="of the table of workers (default: 3)"
-    )
-    made.add_argument(
-        "--test-samples",
-        type=positive,
-        default=10_000,
-        help="on which the accuracy is measured (default: 10000)",
-    )
     add_data_dir(made)
-    return made
-
-
-def main() -> None:
-    """Measure at each size, and with each number of workers if asked; print the tables."""
-    made = arguments()
     args = made.parse_args()
     images = mnist(args.data_dir, args.samples)
     if not images.directory.is_dir():
         sys.exit(f"MNIST must be in {images.directory}, but is not: see --data-dir")
-    about = print_environment()
-    tables: dict[str, list[Row]] = {}
-    epochs: dict[int, list[Row]] = {}
-    tried: list[Tried] = []
+    report = Report(__file__, args.save)
     what = f"{args.samples:,} images of MNIST, ConvNet, global batch {args.batch_size}, Adam"
     with tempfile.TemporaryDirectory() as cache:
         cache_dataset(images.read(None), cache)
         for size in args.sizes:
-            title = f"{what}: {processes(size)}, {args.rounds} epochs of each"
-            tables[title] = epochs[size] = compare(size, args, cache)
-            print_table(title, "s", tables[title])
+            title = f"{what}: {size} process(es), {args.rounds} epochs of each"
+            report.add(title, "s", compare(size, args, cache))
             print(f"losses of the cached loader and its limit at size {size}: equal to the bit")
-        if args.workers_table:
-            title = f"{what}, with a random affine: 1 process, {args.epochs} epochs"
-            tried = try_workers(args, cache)
-            print_workers(title, tried)
-            tables[title] = [
-                Row(f"{line.name}: {part}", [getattr(line, part)])
-                for line in tried
-                for part in ("load", "update", "total", "accuracy")
-            ]
-    if args.save:
-        save(args.save, __file__, about, tables)
-        try:
-            draw(args.save / "epoch.png", epochs, tried)
-        except ImportError:
-            print("not drawn: matplotlib is not installed")
+    report.save()
 
 
 if __name__ == "__main__":

@@ -21,19 +21,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from _measure import (
-    Reach,
-    Row,
-    alternate,
-    parser,
-    print_environment,
-    print_table,
-    require,
-    save,
-)
-from _nets import conv_net
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from _measure import Reach, Report, Row, alternate, parser, require
+from _nets import conv_net, mean_loss
+from torch import nn
 from torch.utils.data import TensorDataset
 from torchvision.models import resnet18
 
@@ -77,12 +67,6 @@ NETS = {
     "resnet18, 4": Contest(_resnet, PICTURES, 32, 4, Reach(1.02)),
     "perceptron": Contest(perceptron, IMAGES, 64, 32, Reach(1.0)),
 }
-
-
-def mean_loss(model: nn.Module, batch: Any) -> Tensor:
-    """Return the mean loss over a microbatch."""
-    images, labels = batch
-    return cross_entropy(model(images), labels)
 
 
 def made(contest: Contest, strategy: str) -> nn.Module:
@@ -191,22 +175,18 @@ def main() -> None:
         "--nets", nargs="+", choices=NETS, default=list(NETS), help="which (default: all)"
     )
     args = arguments.parse_args()
-    about = print_environment()
-    tables = {}
+    report = Report(__file__, args.save)
     for name in args.nets:
         contest = NETS[name]
         title = (
             f"{name}, 2 processes, batches of {contest.batch_size} in microbatches of "
             f"{contest.microbatch_size}"
         )
-        tables[title] = compare(name, args)
-        print_table(title, "", tables[title])
+        report.add(title, "", compare(name, args))
     for count in (1, 4):
         title = f"bytes a parameter that a step adds, microbatches on each of 2 ranks: {count}"
-        tables[title] = memory(count)
-        print_table(title, "", tables[title])
-    if args.save:
-        save(args.save, __file__, about, tables)
+        report.add(title, "", memory(count))
+    report.save()
 
 
 if __name__ == "__main__":

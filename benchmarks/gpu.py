@@ -8,79 +8,50 @@
 epoch is measured and counted ten times, and pardata from cache_dataset, transforms on the GPU.
 (b) ResNet-50 on CIFAR-10, bf16 and channels-last: pardata, the same steps with all batches on the
 GPU already, and DistributedDataParallel with DataLoader; and the share of the time spent waiting.
-(c) The README's loop over DistributedDataParallel by hand: a small MLP, ResNet-18, a transformer of
-12 layers. (d) "exact" over "ddp" with the same microbatches, ResNet-18. (e) Kernels launched, and
-waits of the host for the GPU, in a step, as the profiler counts them.
+A step, and "exact", are measured by gpu_first_day.py.
 
 One process, in a group of one, on the accelerator of `init`; at most 8 minutes. Where there is no
 MNIST or CIFAR-10, images are made up, which is said: times then mean the same, losses nothing. Each
-number is of some rounds, in which the contenders take turns. Needs torchvision; draws if matplotlib
-is there.
+number is of some rounds, in which the contenders take turns. Needs torchvision.
 """
 
 import argparse
-import os
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from _gpu_loops import (
-    Block,
-    Transformer,
-    bf16_loss,
-    by_hand,
-    counted,
-    lenet,
-    mlp,
-    moved,
-    readme,
-    ready,
-    timed,
-)
+from _gpu_loops import bf16_loss, by_hand, lenet, moved, readme, ready, timed
 from _images import Images, add_cifar_dir, add_data_dir, cifar, mnist_affine
-from _measure import Reach, Row, alternate, parser, print_environment, print_table, save
+from _measure import Reach, Report, Row, alternate, parser
+from _nets import Block
 from torch import nn
 from torch.utils.data import DataLoader
 from torchvision.datasets import FakeData
-from torchvision.models import resnet18, resnet50
+from torchvision.models import resnet50
 
 import pardata
-from pardata import cache_dataset, make_loader, seed_everything, world
+from pardata import cache_dataset, make_loader, world
 
-HAND, OURS, READY = "DDP by hand", "README's loop", "limit: all batches on the GPU"
+HAND, READY = "DDP by hand", "limit: all batches on the GPU"
 WORKERS = "DataLoader, {} workers"
 CACHED = "pardata, cached, batch_transform"
-AS_FAST, EXACT = Reach(1.02), Reach(1.5)
 TEN_EPOCHS, WAITING, OF_READY = Reach(3.0), Reach(0.03), Reach(0.97, at_least=True)
 
 
 class Sizes(NamedTuple):
-    """How much is done: of a batch, of the datasets, and of a block of steps."""
+    """How much is done: of a batch, of the datasets, and by how many workers."""
 
     batch: int
     samples: int | None
-    steps: int
-    blocks: int
     workers: int
-    tokens: int
 
 
 EPOCHS = 10
-FULL, DRY = Sizes(512, None, 20, 10, 8, 128), Sizes(16, 32, 1, 1, 1, 4)
-
-
-def nets(sizes: Sizes) -> dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]]:
-    """Return, by name, how a net is made, the shape of a sample, and of how many a batch is."""
-    return {
-        "small MLP": (mlp, (64,), 32),
-        "ResNet-18": (partial(resnet18, num_classes=10), (3, 32, 32), sizes.batch // 2),
-        "transformer": (Transformer, (sizes.tokens, 512), 32 if sizes is FULL else 2),
-    }
+FULL, DRY = Sizes(512, None, 8), Sizes(16, 32, 1)
 
 
 def data_loader(images: Images, batch: int, workers: int) -> DataLoader[Any]:
@@ -171,98 +142,7 @@ def large_net(args: argparse.Namespace, sizes: Sizes, folder: Path) -> dict[str,
     return {title + ", images/s": rows, title + ", waiting": share}
 
 
-def loops(args: argparse.Namespace, sizes: Sizes, _: Path) -> dict[str, list[Row]]:
-    """Measure part (c)."""
-    tables = {}
-    for name, (net, shape, batch) in nets(sizes).items():
-        batches = ready(shape, batch, sizes.steps, None)
-        blocks = {HAND: by_hand(net()), f"{HAND} again": by_hand(net()), OURS: readme(net())}
-        work = {who: partial(timed, partial(block, batches)) for who, block in blocks.items()}
-        alternate(work, 1)  # DDP arranges its buckets after the first step
-        times = alternate(work, sizes.blocks * args.rounds)
-        each = {who: [1e3 * t / sizes.steps for t in found] for who, found in times.items()}
-        again = Row.compare(each, f"{HAND} again", HAND)
-        rows = [Row(HAND, each[HAND]), again, Row.compare(each, OURS, HAND, AS_FAST)]
-        tables[f"(c) {name}, a step, ms"] = rows
-    return tables
-
-
-def in_microbatches(sizes: Sizes) -> list[Any]:
-    """Return batches for ResNet-18, in four microbatches each."""
-    batch = sizes.batch // 2
-    return ready((3, 32, 32), batch, sizes.steps, batch // 4)
-
-
-def choose_kernels(*, deterministic: bool) -> None:
-    """Let PyTorch and cuDNN choose deterministic kernels only, or any, as "ddp" does."""
-    torch.use_deterministic_algorithms(deterministic)
-    torch.backends.cudnn.deterministic = deterministic
-
-
-def exact(args: argparse.Namespace, sizes: Sizes, _: Path) -> dict[str, list[Row]]:
-    """Measure part (d)."""
-    batches, net = in_microbatches(sizes), partial(resnet18, num_classes=10)
-    seed_everything(0, deterministic=True)
-    blocks = {name: readme(net(), strategy=name) for name in ("ddp", "exact")}
-
-    def step(name: str) -> float:
-        choose_kernels(deterministic=name == "exact")
-        return 1e3 * timed(partial(blocks[name], batches)) / sizes.steps
-
-    work = {name: partial(step, name) for name in blocks}
-    alternate(work, 1)
-    times = alternate(work, args.rounds)
-    choose_kernels(deterministic=False)
-    rows = [Row("ddp", times["ddp"]), Row.compare(times, "exact", "ddp", EXACT)]
-    return {"(d) ResNet-18 in microbatches, a step, ms": rows}
-
-
-def counts(args: argparse.Namespace, sizes: Sizes, _: Path) -> dict[str, list[Row]]:  # noqa: ARG001  # as the others
-    """Count for part (e): the profiler sees no time that would mean anything."""
-    net, shape, batch = nets(sizes)["ResNet-18"]
-    whole = ready(shape, batch, sizes.steps, None)
-    loops = {HAND: (by_hand(net()), whole), OURS: (readme(net()), whole)}
-    loops[f"{OURS}, Microbatches"] = readme(net()), in_microbatches(sizes)
-    found = {name: counted(*loop) for name, loop in loops.items()}
-    launches = [Row(name, [count]) for name, (count, _) in found.items()]
-    waits = [Row(name, [count], reach=Reach(0)) for name, (_, count) in found.items()]
-    return {
-        "(e) ResNet-18, a step, kernels": launches,
-        "(e) ResNet-18, a step, waits of the host": waits,
-    }
-
-
-PARTS = {"a": ten_epochs, "b": large_net, "c": loops, "d": exact, "e": counts}
-
-
-def draw(folder: Path, tables: dict[str, list[Row]], device: str) -> None:
-    """Draw the seconds of part (a), and all ratios for which there is a number to reach."""
-    import matplotlib as mpl  # noqa: PLC0415  # only to draw
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt  # noqa: PLC0415  # after the choice of the backend
-
-    seconds = {r.name: r.values for t, rows in tables.items() if t[1] == "a" for r in rows[:3]}
-    ratios = {
-        f"{title.split(',')[0]}: {row.name}, to reach {row.reach}": row.ratios
-        for title, rows in tables.items()
-        for row in rows
-        if row.ratios and row.reach
-    }
-    title = next((t for t in tables if t[1] == "a"), "").removeprefix("(a) ").removesuffix(", s")
-    times, over = ("times", title, "seconds", seconds), ("ratios", "Ratios", "ratio", ratios)
-    for name, above, label, found in (times, over):
-        if not found:  # these parts were not asked for
-            continue
-        figure, axes = plt.subplots(figsize=(9, 1 + 0.5 * len(found)), layout="constrained")
-        drawn = axes.barh(list(found), [median(values) for values in found.values()])
-        axes.bar_label(drawn, fmt="%.3g", padding=3)
-        axes.invert_yaxis()
-        axes.margins(x=0.12)  # room for the numbers
-        axes.set(xlabel=label)
-        figure.suptitle(f"{above} ({device})", fontsize="medium")
-        figure.savefig(folder / f"gpu-{name}.png", dpi=120)
-        plt.close(figure)
+PARTS = {"a": ten_epochs, "b": large_net}
 
 
 def not_measured(row: Row) -> Row:
@@ -272,28 +152,21 @@ def not_measured(row: Row) -> Row:
 
 def main() -> None:
     """Measure each part and print its tables."""
-    made = parser(__doc__, 2, "times that contenders take turns; ten times as often in (c)")
+    made = parser(__doc__, 2, "times that contenders take turns")
     made.add_argument("--device", help="(default: the accelerator that is here)")
     made.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="(all)")
     add_data_dir(made)
     add_cifar_dir(made)
     args = made.parse_args()
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for (d); cuBLAS reads it once
-    about, tables = print_environment(), {}
+    report = Report(__file__, args.save)
     with tempfile.TemporaryDirectory() as folder, pardata.init(device=args.device) as here:
         is_gpu, of_kind = here.device.type != "cpu", torch.get_device_module(here.device)
-        about["device"] = of_kind.get_device_name() if is_gpu else "CPU: a dry run"
-        print(f"device: {about['device']}", flush=True)
+        report.about["device"] = of_kind.get_device_name() if is_gpu else "CPU: a dry run"
+        print(f"device: {report.about['device']}", flush=True)
         for part in args.parts:
             for title, rows in PARTS[part](args, FULL if is_gpu else DRY, Path(folder)).items():
-                tables[title] = rows if is_gpu else [not_measured(row) for row in rows]
-                print_table(title, "", tables[title])
-    if args.save:
-        save(args.save, __file__, about, tables)
-        try:
-            draw(args.save, tables, about["device"])
-        except ImportError:
-            print("not drawn: matplotlib is not installed")
+                report.add(title, "", rows if is_gpu else map(not_measured, rows))
+    report.save()
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from _measure import Reach, Row, alternate, parser, print_environment, print_table, require, save
+from _measure import Reach, Report, Row, alternate, parser, require
 
 BY_HAND = "torch, then DDP, DataLoader, DistributedSampler"
 PARDATA = "torch, then pardata"
@@ -108,13 +108,13 @@ def main() -> None:
         "--breakdown", action="store_true", help="also say where the time goes, module by module"
     )
     args = arguments.parse_args()
-    about = print_environment()
+    report = Report(__file__, args.save)
     with tempfile.TemporaryDirectory() as site:
         install(site)
-        run(args, about, site)
+        run(args, report, site)
 
 
-def run(args: argparse.Namespace, about: dict[str, str], site: str) -> None:
+def run(args: argparse.Namespace, report: Report, site: str) -> None:
     """Measure the package that lies in `site`."""
     torch_times: list[float] = []
     added: dict[str, set[str]] = {name: set() for name in STATEMENTS}
@@ -133,7 +133,7 @@ def run(args: argparse.Namespace, about: dict[str, str], site: str) -> None:
         Row(PARDATA, times[PARDATA], reach=Reach(30)),
     ]
     title = f"Import: {args.rounds} fresh processes of each kind, and what comes after torch"
-    print_table(title, "ms", table)
+    report.add(title, "ms", table)
     loaded = added[PARDATA]
     own = [name for name in loaded if name.partition(".")[0] == "pardata"]
     print(
@@ -143,8 +143,7 @@ def run(args: argparse.Namespace, about: dict[str, str], site: str) -> None:
     )
     if args.breakdown:
         breakdown(site, 25)
-    if args.save:
-        save(args.save, __file__, about, {title: table})
+    report.save()
 
 
 if __name__ == "__main__":

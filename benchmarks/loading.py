@@ -32,17 +32,7 @@ from _images import (
     mnist_affine,
     normalise,
 )
-from _measure import (
-    Reach,
-    Row,
-    alternate,
-    parser,
-    positive,
-    print_environment,
-    print_table,
-    require,
-    save,
-)
+from _measure import Reach, Report, Row, alternate, parser, positive, require
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -240,14 +230,13 @@ def main() -> None:
     args = made.parse_args()
     if args.samples is not None and args.samples < BATCH:
         made.error(f"--samples must be {BATCH} or more, for one batch, but is {args.samples}")
-    about = print_environment()
+    report = Report(__file__, args.save)
     init(device="cpu")  # as a user would
     every = {
         "mnist": (mnist(args.data_dir, args.samples), "--data-dir"),
         "affine": (mnist_affine(args.data_dir, args.samples), "--data-dir"),
         "cifar": (cifar(args.cifar_dir, args.samples), "--cifar-dir"),
     }
-    tables = {}
     for name in args.tables:
         images, option = every[name]
         if not images.directory.is_dir():
@@ -255,11 +244,10 @@ def main() -> None:
             continue
         with tempfile.TemporaryDirectory() as directory:
             title = f"{images.title}: batches of {BATCH}, {args.rounds} measurements of each loader"
-            tables[title] = compare(name, images, args, directory)
-        print_table(title, "samples/s", tables[title])
+            report.add(title, "samples/s", compare(name, images, args, directory))
         print("batches of all loaders: of the same form; cached images: the same", flush=True)
-    if args.save and tables:
-        save(args.save, __file__, about, tables)
+    if report.tables:
+        report.save()
 
 
 if __name__ == "__main__":

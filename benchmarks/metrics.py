@@ -17,16 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _measure import (
-    Reach,
-    Row,
-    alternate,
-    parser,
-    print_environment,
-    print_table,
-    require,
-    save,
-)
+from _measure import Reach, Report, Row, alternate, parser, require
 from torch import Tensor
 
 from pardata import all_reduce_mean, init
@@ -120,7 +111,7 @@ def _many_calls(name: str, calls: int = 100) -> float:
 def main() -> None:
     """Measure at two processes and in this one, and print the tables."""
     args = parser(__doc__, 400, "calls of each contender").parse_args()
-    about = print_environment()
+    report = Report(__file__, args.save)
     times = run(measure, args.rounds, world_size=2, timeout=3600)[0]
     together = [
         Row(BARE, times[BARE]),
@@ -130,14 +121,13 @@ def main() -> None:
         Row.compare(times, EACH, TENSORS, Reach(4, at_least=True)),
     ]
     title = f"Mean of ten metrics: 2 processes, gloo, {args.rounds} rounds"
-    print_table(title, "us a call", together)
+    report.add(title, "us a call", together)
     print("means of all contenders: equal to the bit, on both ranks", flush=True)
     rounds_alone = max(2, args.rounds // 10)
     alone = [Row(name, values) for name, values in measure_alone(rounds_alone).items()]
     title_alone = f"Mean of ten metrics: a single process, {rounds_alone} rounds of 100 calls"
-    print_table(title_alone, "us a call", alone)
-    if args.save:
-        save(args.save, __file__, about, {title: together, title_alone: alone})
+    report.add(title_alone, "us a call", alone)
+    report.save()
 
 
 if __name__ == "__main__":

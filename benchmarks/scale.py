@@ -10,9 +10,7 @@ group, which is PyTorch's, is not made. Measured from the first rank's call to t
 return; with as many ranks as here to a core, that is more than ranks with cores of their own take.
 Requests and bytes are those of the rank that has most of them. The exponent is that of the number
 of ranks by which the seconds grow, fitted from 64 ranks up: 1 is linear. "By hand" is the least
-that ranks can do to meet at a store, without the library: as that grows, the simulation grows. With
---save also draws scale.png, if matplotlib is there, next to the numbers of
-results/scale-before.json.
+that ranks can do to meet at a store, without the library: as that grows, the simulation grows.
 """
 
 import atexit
@@ -355,35 +353,6 @@ def print_growth(found: Mapping[int, Mapping[str, Cost]]) -> None:
     print(flush=True)
 
 
-def draw(directory: Path) -> None:
-    """Draw the seconds of every operation by the number of ranks, both axes logarithmic."""
-    import matplotlib as mpl  # noqa: PLC0415  # only to draw
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt  # noqa: PLC0415  # after the choice of the backend
-
-    files = {"pardata before turns": "scale-before.json", "pardata": "scale.json"}
-    curves = {
-        version: json.loads((directory / file).read_text())["costs"]
-        for version, file in files.items()
-        if (directory / file).exists()
-    }
-    figure, axes = plt.subplots(3, 4, figsize=(13, 8), sharex=True, layout="constrained")
-    for axis, name in zip(axes.flat, OPERATIONS, strict=False):
-        for version, operations in curves.items():
-            if name not in operations:
-                continue
-            sizes = [int(size) for size in operations[name]]
-            axis.loglog(sizes, [cost[0] for cost in operations[name].values()], "o-", label=version)
-        axis.set(title=name, xlabel="ranks", ylabel="seconds")
-        axis.grid(alpha=0.3)
-    handles, labels = axes.flat[1].get_legend_handles_labels()
-    axes.flat[-1].legend(handles, labels, loc="center", frameon=False)
-    for axis in axes.flat[len(OPERATIONS) :]:
-        axis.axis("off")
-    figure.savefig(directory / "scale.png", dpi=150)
-
-
 def main() -> None:
     """Simulate each number of ranks, and print what the operations cost."""
     arguments = parser(__doc__, 3, "simulations of each number of ranks; the fastest counts")
@@ -402,10 +371,6 @@ def main() -> None:
         costs = {name: {size: each[name] for size, each in found.items()} for name in OPERATIONS}
         text = json.dumps({"environment": about, "costs": costs}, indent=1)
         (args.save / "scale.json").write_text(text + "\n")
-        try:
-            draw(args.save)
-        except ImportError:
-            print("not drawn: matplotlib is not installed")
 
 
 if __name__ == "__main__":

@@ -24,17 +24,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from _measure import (
-    Reach,
-    Row,
-    alternate,
-    parser,
-    positive,
-    print_environment,
-    print_table,
-    require,
-    save,
-)
+from _measure import Reach, Report, Row, alternate, parser, positive, require
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -196,22 +186,21 @@ def main() -> None:
         sys.exit("what is resident is read from /proc, which this system does not have")
     if min(args.powers) < 3:
         arguments.error(f"--powers must be 3 or more, for a batch of {BATCH}")
-    about = print_environment()
+    report = Report(__file__, args.save)
     found = compare(args)
-    tables = {}
     for quantity, reach in QUANTITIES.items():
         title = f"{quantity}: N samples, batches of {BATCH}, {args.rounds} fresh processes each"
-        tables[title] = [
+        rows = [
             Row(
                 f"{name}, N = 10^{len(str(length)) - 1}",
-                [report[quantity] for report in reports],
+                [measured[quantity] for measured in rounds],
                 reach=reach if name == OURS else None,
             )
-            for (name, length), reports in found.items()
+            for (name, length), rounds in found.items()
         ]
-        print_table(title, quantity.partition(" ")[0], tables[title])
+        report.add(title, quantity.partition(" ")[0], rows)
+    report.save()
     if args.save:
-        save(args.save, __file__, about, tables)
         try:
             draw(args.save / "shuffle.png", found)
         except ImportError:

@@ -17,17 +17,8 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from _measure import (
-    Reach,
-    Row,
-    alternate,
-    parser,
-    positive,
-    print_environment,
-    print_table,
-    require,
-    save,
-)
+from _measure import Reach, Report, Row, alternate, parser, positive, require
+from _nets import SMALL_NETS
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -41,14 +32,6 @@ BARE = "bare module"
 NOT_SLOWER = Reach(1.02)
 
 Wrap = Callable[[nn.Module], nn.Module]
-
-NETS = {
-    "mlp": ("MLP 64-64-10", lambda: [nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)]),
-    "batch-norm": (
-        "MLP 64-64-10 with batch norm",
-        lambda: [nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 10)],
-    ),
-}
 
 TWO_RANKS: dict[str, Wrap] = {
     DDP: DistributedDataParallel,
@@ -70,7 +53,7 @@ class Contender:
 
     def __init__(self, net: str, wrap: Wrap, batches: list[tuple[Tensor, Tensor]]) -> None:
         torch.manual_seed(0)
-        self.model = wrap(nn.Sequential(*NETS[net][1]()))
+        self.model = wrap(nn.Sequential(*SMALL_NETS[net][1]()))
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         self._batches = batches
 
@@ -123,22 +106,23 @@ def main() -> None:
         "--steps", type=positive, default=10, help="steps of a block (default: 10)"
     )
     arguments.add_argument(
-        "--nets", nargs="+", choices=NETS, default=list(NETS), help="which nets (default: all)"
+        "--nets",
+        nargs="+",
+        choices=SMALL_NETS,
+        default=list(SMALL_NETS),
+        help="which nets (default: all)",
     )
     args = arguments.parse_args()
-    about = print_environment()
-    tables = {}
+    report = Report(__file__, args.save)
     for size in (2, 1):
         for net in args.nets:
             times = run(measure, net, args.rounds, args.steps, world_size=size, timeout=3600)[0]
             processes = "2 processes, gloo" if size == 2 else "1 process"
             blocks = f"{args.rounds} rounds of {args.steps} steps"
-            title = f"Step of {NETS[net][0]}: {processes}, {blocks}"
-            tables[title] = rows(times)
-            print_table(title, "us a step", tables[title])
+            title = f"Step of {SMALL_NETS[net][0]}: {processes}, {blocks}"
+            report.add(title, "us a step", rows(times))
             print("parameters of all contenders: equal to the bit, on every rank", flush=True)
-    if args.save:
-        save(args.save, __file__, about, tables)
+    report.save()
 
 
 def rows(times: dict[str, list[float]]) -> list[Row]:

@@ -7,41 +7,23 @@
 The loop as the README has it: `backward`, which returns the loss of the global batch, with a plain
 batch and with Microbatches, and in two processes under strategy "exact" too. Beside it, in one
 process, the plain loop; in two, DistributedDataParallel whose loss is reduced in each step, which
-knows as much, and DistributedDataParallel that knows only its own rank's loss; and Accelerate,
-Fabric and Ignite, where installed. All train on the same batches of make_loader, with SGD, in
-blocks of steps that take turns, and must end with the same weights, up to rounding. A net whose
-step takes a third of a millisecond, one with batch norm, and that of articles/mnist.py. "again" is
-the reference a second time: how far its ratio is from 1 is the noise of the machine.
+knows as much, and DistributedDataParallel that knows only its own rank's loss. All train on the
+same batches of make_loader, with SGD, in blocks of steps that take turns, and must end with the
+same weights, up to rounding. A net whose step takes a third of a millisecond, one with batch norm,
+and that of articles/mnist.py. "again" is the reference a second time: how far its ratio is from 1
+is the noise of the machine.
 """
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from _measure import (
-    Reach,
-    Row,
-    alternate,
-    parser,
-    positive,
-    print_environment,
-    print_table,
-    require,
-    save,
-)
-from _nets import conv_net
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from _measure import Reach, Report, Row, alternate, parser, positive, require
+from _nets import SMALL_NETS, Block, conv_net, mean_loss, trained_by
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
@@ -56,6 +38,7 @@ from pardata import (
     world,
     wrap_model,
 )
+from pardata.testing import run
 
 PLAIN, OWN_LOSS, MEAN_LOSS = "plain loop", "DDP", "DDP, loss reduced"
 OURS, IN_PIECES = "README's loop", "README's loop, Microbatches"
@@ -63,12 +46,7 @@ EXACT = "README's loop, exact"
 SAMPLES = 32  # a rank and step
 
 NETS: dict[str, tuple[str, Callable[[], list[nn.Module]], tuple[int, ...]]] = {
-    "mlp": ("MLP 64-64-10", lambda: [nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)], (64,)),
-    "batch-norm": (
-        "MLP 64-64-10 with batch norm",
-        lambda: [nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 10)],
-        (64,),
-    ),
+    **{name: (*net, (64,)) for name, net in SMALL_NETS.items()},
     # Its dropout draws other numbers under each loop: they could not be compared.
     "mnist": (
         "net of examples/articles/mnist.py without dropout",
@@ -85,110 +63,37 @@ REACH = {
     ("mnist", OWN_LOSS): Reach(1.01),
 }
 
-Block = Callable[[Iterable[Any]], object]
-
-
-def mean_loss(model: nn.Module, batch: Any) -> Tensor:
-    """Return the mean loss of a batch."""
-    x, y = batch
-    return cross_entropy(model(x), y)
-
 
 def by_hand(model: nn.Module, *, reduces: bool) -> tuple[nn.Module, Block]:
     """Return the loop that people write: with DistributedDataParallel on several ranks."""
     size = world().size
     trained = DistributedDataParallel(model) if size > 1 else model
-    optimizer = sgd(trained)
 
-    def block(batches: Iterable[Any]) -> None:
-        for batch in batches:
-            optimizer.zero_grad()
-            loss = mean_loss(trained, batch)
-            loss.backward()
-            optimizer.step()
-            if reduces:
-                loss = loss.detach() / size
-                dist.all_reduce(loss)
+    def hand(model: nn.Module, batch: Any) -> None:
+        loss = mean_loss(model, batch)
+        loss.backward()
+        if reduces:
+            loss = loss.detach() / size
+            dist.all_reduce(loss)
 
-    return trained, block
+    return trained, trained_by(trained, hand)
 
 
 def readme(model: nn.Module, strategy: str = "auto") -> tuple[nn.Module, Block]:
     """Return the loop of the README."""
     trained = wrap_model(model, strategy, device="cpu")
-    optimizer = sgd(trained)
-
-    def block(batches: Iterable[Any]) -> None:
-        for batch in batches:
-            optimizer.zero_grad()
-            backward(trained, mean_loss, batch)
-            optimizer.step()
-
-    return trained, block
-
-
-def accelerate(model: nn.Module) -> tuple[nn.Module, Block]:
-    """Return the loop of Accelerate's documentation."""
-    from accelerate import Accelerator  # noqa: PLC0415  # optional
-
-    accelerator = Accelerator(cpu=True)
-    trained, optimizer = accelerator.prepare(model, sgd(model))
-
-    def block(batches: Iterable[Any]) -> None:
-        for batch in batches:
-            optimizer.zero_grad()
-            accelerator.backward(mean_loss(trained, batch))
-            optimizer.step()
-
-    return trained, block
-
-
-def fabric(model: nn.Module) -> tuple[nn.Module, Block]:
-    """Return the loop of Fabric's documentation."""
-    from lightning_fabric import Fabric  # noqa: PLC0415  # optional
-
-    size = world().size
-    used = Fabric(accelerator="cpu", devices=size, strategy="ddp" if size > 1 else "auto")
-    used.launch()
-    trained, optimizer = used.setup(model, sgd(model))
-
-    def block(batches: Iterable[Any]) -> None:
-        for batch in batches:
-            optimizer.zero_grad()
-            used.backward(mean_loss(trained, batch))
-            optimizer.step()
-
-    return trained, block
-
-
-def ignite(model: nn.Module) -> tuple[nn.Module, Block]:
-    """Return the loop of Ignite's documentation."""
-    from ignite import distributed as idist  # noqa: PLC0415  # optional
-    from ignite.engine import create_supervised_trainer  # noqa: PLC0415  # as above
-
-    trained = idist.auto_model(model)
-    trainer = create_supervised_trainer(trained, idist.auto_optim(sgd(trained)), cross_entropy)
-    return trained, lambda batches: trainer.run(batches, max_epochs=1)
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer of every loop."""
-    return torch.optim.SGD(model.parameters(), lr=0.01)
+    return trained, trained_by(trained, lambda model, batch: backward(model, mean_loss, batch))
 
 
 def contenders() -> dict[str, Callable[[nn.Module], tuple[nn.Module, Block]]]:
-    """Return what starts each loop, but for those of libraries that are not installed."""
+    """Return what starts each loop."""
     own, mean = partial(by_hand, reduces=False), partial(by_hand, reduces=True)
     hand = {OWN_LOSS: own, "DDP again": own, MEAN_LOSS: mean}
     found = hand if world().size > 1 else {PLAIN: own, "plain loop again": own}
     found |= {OURS: readme, IN_PIECES: readme}
     if world().size > 1:
         found[EXACT] = partial(readme, strategy="exact")
-    peers = {"accelerate": accelerate, "lightning_fabric": fabric, "ignite": ignite}
-    missing = [name for name in peers if find_spec(name) is None]
-    if missing and world().is_main:
-        print(f"not installed, so that they take no part: {', '.join(missing)}", flush=True)
-    return found | {name: start for name, start in peers.items() if name not in missing}
+    return found
 
 
 def measure(net: str, rounds: int, steps: int) -> dict[str, list[float]]:
@@ -236,27 +141,11 @@ def _check_same_work(models: dict[str, nn.Module]) -> None:
         require(holds=same, what=f"{name} ended with other parameters")
 
 
-def as_rank(args: Any) -> None:
-    """Measure as one of the ranks that `main` starts; rank 0 leaves the numbers in a file."""
+def as_rank(nets: list[str], rounds: int, steps: int) -> dict[str, dict[str, list[float]]]:
+    """Measure each net as one of the ranks."""
     torch.set_num_threads(1)
-    with init(device="cpu") as here:  # alone too, as in the README
-        found = {net: measure(net, args.rounds, args.steps) for net in args.nets}
-        if here.is_main:
-            args.write.write_text(json.dumps(found))
-
-
-def started(size: int, args: Any) -> dict[str, dict[str, list[float]]]:
-    """Start so many ranks, several by torchrun, as a user of any of the libraries does."""
-    with tempfile.TemporaryDirectory() as directory:
-        told = Path(directory) / "times.json"
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
-        command = [
-            *(sys.executable, *(torchrun if size > 1 else []), __file__, "--write", str(told)),
-            *("--rounds", str(args.rounds), "--steps", str(args.steps), "--nets", *args.nets),
-        ]
-        subprocess.run(command, check=True, env={"OMP_NUM_THREADS": "1", **os.environ})
-        found: dict[str, dict[str, list[float]]] = json.loads(told.read_text())
-        return found
+    with init(device="cpu"):
+        return {net: measure(net, rounds, steps) for net in nets}
 
 
 def main() -> None:
@@ -268,22 +157,19 @@ def main() -> None:
     arguments.add_argument(
         "--nets", nargs="+", choices=NETS, default=list(NETS), help="which nets (default: all)"
     )
-    arguments.add_argument("--write", type=Path, help="of the ranks that this script starts itself")
     args = arguments.parse_args()
-    if args.write:
-        as_rank(args)
-        return
-    about = print_environment()
-    tables = {}
+    report = Report(__file__, args.save)
     for size in (2, 1):
-        for net, times in started(size, args).items():
+        given = args.nets, args.rounds, args.steps
+        # Alone without a group, as in the README.
+        alone = size == 1
+        found = as_rank(*given) if alone else run(as_rank, *given, world_size=size, timeout=3600)[0]
+        for net, times in found.items():
             processes = "2 processes, gloo" if size == 2 else "1 process"
             blocks = f"{args.rounds} rounds of {args.steps} steps"
             title = f"Step of {NETS[net][0]}: {processes}, {blocks}"
-            tables[title] = rows(net, times)
-            print_table(title, "us a step", tables[title])
-    if args.save:
-        save(args.save, __file__, about, tables)
+            report.add(title, "us a step", rows(net, times))
+    report.save()
 
 
 def rows(net: str, times: dict[str, list[float]]) -> list[Row]:

@@ -20,7 +20,7 @@ from pardata.environment._logger import flush_output
 _LAST = -200  # after finalizers that close the queues and remove the temporary folder
 
 
-def _end_workers(processes: set[BaseProcess], writer: Connection) -> None:
+def _end_workers(processes: set[BaseProcess], pipe: tuple[Connection, Connection]) -> None:
     """End workers whose iterator is gone, or whose rank ends. They pass over SIGTERM.
 
     As the rank ends, multiprocessing would send SIGTERM, and wait. A kept error may hold the
@@ -31,7 +31,7 @@ def _end_workers(processes: set[BaseProcess], writer: Connection) -> None:
         for process in processes:
             process.kill()
     else:
-        writer.send_bytes(b"end")  # no worker reads it, so that each one sees it
+        pipe[1].send_bytes(b"end")  # no worker reads it, so that each one sees it
 
 
 def started(loader: DataLoader[Any], init_fn: Callable[[int], None] | None) -> Iterator[Any]:
@@ -44,8 +44,8 @@ def started(loader: DataLoader[Any], init_fn: Callable[[int], None] | None) -> I
     if not loader.num_workers:
         return iter(loader)
     numbers = [int(n) for n in signal.Signals if may_stop(n)]
-    reader, writer = multiprocessing.Pipe(duplex=False)
-    loader.worker_init_fn = partial(begin, init_fn, numbers, reader)
+    pipe = multiprocessing.Pipe(duplex=False)
+    loader.worker_init_fn = partial(begin, init_fn, numbers, pipe[0])
     method = start_method(loader)
     if method == "forkserver":
         # It blocks these signals too, and the processes that it starts do not.
@@ -61,7 +61,7 @@ def started(loader: DataLoader[Any], init_fn: Callable[[int], None] | None) -> I
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if new := {*multiprocessing.active_children()} - others:
-            util.Finalize(steps, _end_workers, [new, writer], exitpriority=0)
+            util.Finalize(steps, _end_workers, [new, pipe], exitpriority=0)
 
 
 def start_method(loader: DataLoader[Any]) -> str:

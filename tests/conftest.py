@@ -42,16 +42,10 @@ assert {path.name for path in HERE.iterdir()}.issuperset(MARKS)
 # A shell in the background has all that it starts ignore an interrupt. Here it cleans up.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# No test depends on how fast a machine is, or on chance, and none leaves files behind. To try other
-# examples than in the last run: --hypothesis-profile=random.
-for name, derandomize in {"random": False, "pardata": True}.items():
-    settings.register_profile(
-        name,
-        deadline=None,
-        database=None,
-        derandomize=derandomize,
-        suppress_health_check=[HealthCheck.too_slow],
-    )
+# No test depends on how fast a machine is, and none leaves files behind.
+settings.register_profile(
+    "pardata", deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("pardata")
 
 

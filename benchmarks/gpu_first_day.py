@@ -107,7 +107,7 @@ class Finding:
 Findings = Iterator[Finding]
 
 
-def told(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """Return the first line of an error."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:90]}"
 
@@ -180,7 +180,7 @@ def backends_of(backend: str, kind: str, *names: str, **options: Any) -> str:
             dist.all_reduce(torch.ones(4, device=kind), group=mesh.get_group(name))
         return "; ".join(dist.get_backend_config(mesh.get_group(name)) for name in names)
     except (RuntimeError, AssertionError) as error:
-        return told(error)
+        return first_line(error)
     finally:
         dist.destroy_process_group()
 
@@ -227,7 +227,7 @@ def outcome(case: Case, place: Place) -> str:
         same = all(all(map(torch.equal, first, other)) for other in others)
         return f"{'equal' if same else 'DIFFERS'}, {host_waits(run, place)}"
     except (RuntimeError, NotImplementedError) as error:
-        return f"raises {told(error)}"
+        return f"raises {first_line(error)}"
 
 
 ENDS = {
@@ -275,8 +275,8 @@ def ends(place: Place) -> Findings:
                 rank.kill()
                 rank.join()
             marks = zip(paths, ("rank 1 of 2 failed first: ", "[1/2] failed: "), strict=True)
-            told_by = [mark in Path(path).read_text() for path, mark in marks]
-        found = f"{[rank.exitcode for rank in ranks]}, {told_by}"
+            named_by = [mark in Path(path).read_text() for path, mark in marks]
+        found = f"{[rank.exitcode for rank in ranks]}, {named_by}"
         yield Finding(f"exit codes, rank 1 named: {name}", found, expected, "-9: a job hangs too")
 
 
@@ -297,7 +297,7 @@ def graphs(place: Place) -> Findings:
         apart = max((one.grad - other.grad).abs().max().item() for one, other in pairs)
         found = f"differ by {apart:.1e}"
     except RuntimeError as error:
-        found = told(error)
+        found = first_line(error)
     expected = "an error: overwritten by a subsequent run; or < 1e-5"
     yield Finding("gradients under reduce-overhead", found, expected, "gradients are overwritten")
 

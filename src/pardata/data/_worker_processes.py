@@ -85,7 +85,7 @@ def begin(
 ) -> None:
     """Begin a worker: it passes over these signals, and ends as soon as its rank has ended.
 
-    Or as there is something for `reader`.
+    It also ends as soon as `reader` can be read.
 
     There ``get_worker_info().dataset`` is the user's, and not our reader.
     """
@@ -94,7 +94,7 @@ def begin(
         signal.siginterrupt(number, False)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
     util.Finalize(None, _end, exitpriority=_LAST)
-    threading.Thread(target=_end_if_told, args=[reader], daemon=True).start()
+    threading.Thread(target=_end_if_asked, args=[reader], daemon=True).start()
     info: Any = get_worker_info()
     object.__setattr__(info, "dataset", info.dataset.dataset)  # it lets nobody else set anything
     if init_fn is not None:
@@ -105,7 +105,7 @@ def begin(
             raise RuntimeError(text) from error
 
 
-def _end_if_told(reader: Connection) -> None:
+def _end_if_asked(reader: Connection) -> None:
     rank: Any = multiprocessing.parent_process()
     wait([rank.sentinel, reader])
     os._exit(0)

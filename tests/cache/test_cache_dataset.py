@@ -29,7 +29,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Subset, TensorDataset, random_split
 
 from pardata import cache_dataset, make_loader
-from pardata.cache import _cache_dataset, _original
+from pardata.cache import _cache_dataset, _source
 
 BUILDS = "pardata builds the cache in {}, or waits for the process that does"
 
@@ -127,7 +127,7 @@ def _reader(_):
 def test_by_default_a_large_data_set_is_decoded_by_all_cores(
     tmp_path, monkeypatch, cores, length, here
 ):
-    monkeypatch.setattr(_original, "cpus_per_rank", lambda world: cores)
+    monkeypatch.setattr(_source, "cpus_per_rank", lambda world: cores)
     cached = cache_dataset(Samples(_reader, length), tmp_path)
     readers = {cached[i] for i in range(length)}
     assert readers == {os.getpid()} if here else len(readers) == cores

@@ -16,9 +16,9 @@ from torch import nn
 
 from pardata import Checkpointer, all_reduce_sum, rank_zero_call, world
 from pardata.checkpoint import _checkpointer
-from pardata.checkpoint._background import Background
-from pardata.checkpoint._folder import Folder
-from pardata.checkpoint._names import Retention
+from pardata.checkpoint._background_task import Background
+from pardata.checkpoint._directory import Folder
+from pardata.checkpoint._retention import Retention
 
 LARGE = 12_000_000  # numbers: more bytes than `limited` leaves room for, also in halves
 

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pardata import Checkpointer
-from pardata.checkpoint import _folder as folders
-from pardata.checkpoint._files import save
-from pardata.checkpoint._folder import Folder
-from pardata.checkpoint._names import Name, Retention, names
+from pardata.checkpoint import _directory as folders
+from pardata.checkpoint._directory import Folder
+from pardata.checkpoint._manifest import save
+from pardata.checkpoint._retention import Name, Retention, names
 
 
 class Writer(Folder):

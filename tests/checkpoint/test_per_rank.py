@@ -11,7 +11,7 @@ from on_ranks import caught, run, run_caught
 from torch import nn
 
 from pardata import Checkpointer, world
-from pardata.checkpoint._files import verified
+from pardata.checkpoint._manifest import verified
 
 
 class Rows(Thing):

@@ -247,7 +247,7 @@ class Endless(Sampler):
 
 
 def test_a_sampler_without_a_length_must_end(monkeypatch):
-    monkeypatch.setattr("pardata.data._order._MOST", 100)
+    monkeypatch.setattr("pardata.data._sampler._MOST", 100)
     text = "as many indices as its length, at most 100 without one, but yielded more: let its"
     with pytest.raises(ValueError, match=text):
         next(iter(loader_of(10, 4, sampler=Endless())))

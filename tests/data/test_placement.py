@@ -7,7 +7,7 @@ import torch
 from data_zoo import loader_of as any_loader_of
 from torch.utils.data import get_worker_info
 
-from pardata.data._placement import moved
+from pardata.data._device_prefetch import moved
 
 
 def loader_of(transform, **options):

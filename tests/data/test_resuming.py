@@ -107,7 +107,7 @@ SIZES = [
 
 def _resumed_with(options, state):
     """Run what is left of an epoch; return its steps, the log, and the epoch that is next."""
-    with log_of("pardata.data._position", logging.INFO) as log:
+    with log_of("pardata.data._loader_state", logging.INFO) as log:
         loader = loader_of(**KEEPS, **options)
         loader.load_state_dict(state)
     found = []

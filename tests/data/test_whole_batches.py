@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate
 
-from pardata.data._whole_batches import whole_batch_reader
+from pardata.data._batched_read import whole_batch_reader
 
 
 def tensors(length, start=0):
@@ -124,7 +124,7 @@ def test_an_epoch_reads_no_single_sample_and_collates_none(monkeypatch, options)
     for kind in (TensorDataset, Subset):
         monkeypatch.setattr(kind, "__getitem__", refuse)
     monkeypatch.setattr(Subset, "__getitems__", refuse)
-    monkeypatch.setattr("pardata.data._reader.default_collate", None)
+    monkeypatch.setattr("pardata.data._fetcher.default_collate", None)
     data = Subset(Subset(tensors(13), [0, 1, 2, 3, 10, 12, 11, 9]), range(7))
     seen = []
     for batch in loader_of(data, 5, shuffle=True, drop_last=False, **options):

@@ -13,8 +13,8 @@ from on_ranks import run
 from torch import nn
 
 from pardata import backward, unwrap, wrap_model
-from pardata.model._before import KeptBuffers
 from pardata.model._buffers import average, real_buffers
+from pardata.model._grad_stash import KeptBuffers
 
 
 class Many(nn.Module):

@@ -154,7 +154,7 @@ def test_arithmetic_and_variables_know_no_other_file_and_nothing_distributed(nam
 # Of each part of torch one file may use private names; DDP has a subclass too. What torch documents
 # in spite of an underscore may stand anywhere: keys of a state_dict, and the functions of lists.
 PRIVATE = {
-    *("environment._device", "model._torch_internals", "model._sharding", "model._read_through"),
+    *("environment._device", "model._torch_internals", "model._fsdp_utils", "model._transparent"),
     *("strategies._ddp", "strategies._ddp_reducer"),
 }
 DOCUMENTED = re.compile(

@@ -26,7 +26,8 @@ from torch.utils.data import TensorDataset
 
 import pardata
 from pardata import backward, fingerprint, unwrap, world, wrap_model
-from pardata.strategies.exact import _bucket, _ordered_sum
+from pardata.strategies.exact import _bucket
+from pardata.strategies.exact import _tree_all_reduce as tree
 
 REENTRANT = functools.partial(checkpoint, use_reentrant=True)
 
@@ -337,7 +338,7 @@ def sends():
     with (
         patch.object(dist, "all_reduce", noting(dist.all_reduce, reduced)),
         patch.object(dist, "all_to_all_single", noting(dist.all_to_all_single, handed_out)),
-        patch.object(_ordered_sum, "_all_gather", noting(_ordered_sum._all_gather, gathered)),
+        patch.object(tree, "_all_gather", noting(tree._all_gather, gathered)),
     ):
         yield noted
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pardata.data._plan import share
-from pardata.strategies.exact._ordered_sum import Stack, subtrees_of
+from pardata.strategies.exact._tree_all_reduce import Stack, subtrees_of
 
 special = st.sampled_from([0.0, -0.0, math.inf, -math.inf, math.nan, 3e38, -3e38, 1e-45, 1.0])
 numbers = st.one_of(special, st.floats(width=32))

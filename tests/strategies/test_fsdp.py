@@ -27,7 +27,7 @@ from pardata import (
 )
 from pardata.model._unwrap import ShardedModule
 from pardata.strategies import _fsdp
-from pardata.strategies._blocks import blocks_of
+from pardata.strategies._fsdp_blocks import blocks_of
 
 SOURCE = Path(pardata.__file__).parent
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from pardata._pytree import bytes_of
-from pardata.cache._cache_files import FILES, SOURCE, Files
+from pardata.cache._cache_manifest import FILES, SOURCE, Files
 from pardata.cache._column import ColumnWriter, Shapes
-from pardata.cache._original import CHUNK, Fields, check_alike, read_sample
-from pardata.data._whole_batches import on_cpu
+from pardata.cache._source import CHUNK, Fields, check_alike, read_sample
+from pardata.data._batched_read import on_cpu
 from pardata.environment._logger import get_logger
 from pardata.output._progress import progress
 

@@ -12,11 +12,11 @@ from torch.utils.data import Dataset, default_collate
 from pardata._pytree import bytes_of, leaves_with_path, map_with_path
 from pardata._validation import check_map_style
 from pardata.cache._build import ensure
-from pardata.cache._cache_files import Files, files_of
-from pardata.cache._original import class_name, filled, is_numbers, workers_for
+from pardata.cache._cache_manifest import Files, files_of
+from pardata.cache._source import class_name, filled, is_numbers, workers_for
 from pardata.collectives._barrier import rank_zero_first
-from pardata.data._batch_parts import Ragged
-from pardata.data._whole_batches import ReadsBatches
+from pardata.data._batch_utils import Ragged
+from pardata.data._batched_read import ReadsBatches
 from pardata.environment._world import require_world, store_client
 from pardata.rng._rng_state import kept_generators
 from pardata.store._round import Facts, exchange, raise_if_different

@@ -11,8 +11,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from pardata.data._batch_parts import Ragged
-from pardata.data._whole_batches import rows_of
+from pardata.data._batch_utils import Ragged
+from pardata.data._batched_read import rows_of
 
 Shapes: TypeAlias = Sequence[Sequence[int]]  # a part's shape in each of several samples
 

@@ -1,6 +1,6 @@
 """The state of a run, saved so that it survives."""
 
-from pardata.checkpoint._checkpoint import Restored
 from pardata.checkpoint._checkpointer import Checkpointer
+from pardata.checkpoint._restore import Restored
 
 __all__ = ["Checkpointer", "Restored"]

@@ -10,12 +10,12 @@ from typing import Any
 import torch.distributed as dist
 
 from pardata._validation import check_bool, check_int, local_path, plain_number
-from pardata.checkpoint import _shards as shards
-from pardata.checkpoint._background import Background
-from pardata.checkpoint._checkpoint import Likes, Restored, likes_of, newest
-from pardata.checkpoint._files import STATE, Record, save
-from pardata.checkpoint._folder import Folder
-from pardata.checkpoint._names import Retention, names
+from pardata.checkpoint import _dcp as shards
+from pardata.checkpoint._background_task import Background
+from pardata.checkpoint._directory import Folder
+from pardata.checkpoint._manifest import STATE, Record, save
+from pardata.checkpoint._restore import Likes, Restored, likes_of, newest
+from pardata.checkpoint._retention import Retention, names
 from pardata.checkpoint._snapshot import Snapshot, check_stateful
 from pardata.collectives._all_gather import gather_to_rank_zero
 from pardata.collectives._barrier import rank_zero_call

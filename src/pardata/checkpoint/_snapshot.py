@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pardata._pytree import KeyPath, is_custom_container, keystr, map_with_path, sha256_of
 from pardata._validation import plain_number, type_with_article
-from pardata.checkpoint._shards import is_sharded
+from pardata.checkpoint._dcp import is_sharded
 from pardata.environment._device import has_streams
 from pardata.environment._version import __version__
 from pardata.environment._world import World

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from pardata.data._whole_batches import layers
+from pardata.data._batched_read import layers
 from pardata.rng._rng_state import numpy_or_none
 
 _SOME = 1000  # entries of a list that are compared

@@ -8,15 +8,15 @@ from typing import Any, NoReturn, TypeAlias
 from torch.utils.data import Dataset
 
 from pardata._validation import check_int
-from pardata.data._batch_parts import emptied
-from pardata.data._clock import Clock
+from pardata.data._batch_utils import emptied
+from pardata.data._device_prefetch import Placement
+from pardata.data._loader_state import Bookmark, Recipe
 from pardata.data._microbatches import Microbatches
-from pardata.data._order import Requests, length_of
-from pardata.data._placement import Placement
 from pardata.data._plan import Fetched, GlobalStep, Plan
-from pardata.data._position import Bookmark, Recipe
 from pardata.data._sample_count import Read, delivered
-from pardata.data._workers import Source
+from pardata.data._sampler import Requests, length_of
+from pardata.data._step_source import Source
+from pardata.data._wait_timer import Clock
 from pardata.environment._logger import get_logger
 
 _log = get_logger(__name__)

@@ -10,14 +10,14 @@ from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from pardata._validation import plain_number
 from pardata.data._config import LoaderConfig, ResolvedConfig, resolve
+from pardata.data._device_prefetch import Placement
+from pardata.data._fetcher import Collation, Reader
 from pardata.data._held_objects import own_generators
+from pardata.data._iterable_fetcher import Stream, Streamed
 from pardata.data._loader import Loader, Parts
-from pardata.data._order import Requests
-from pardata.data._placement import Placement
-from pardata.data._position import Recipe
-from pardata.data._reader import Collation, Reader
-from pardata.data._stream import Stream, Streamed
-from pardata.data._workers import DataLoaderOptions, Source
+from pardata.data._loader_state import Recipe
+from pardata.data._sampler import Requests
+from pardata.data._step_source import DataLoaderOptions, Source
 from pardata.environment._logger import get_logger
 from pardata.rng._seeds import default_seed, take_number
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from pardata._pytree import leaves_with_path
-from pardata.data._batch_parts import is_list, is_text, tensors_of
+from pardata.data._batch_utils import is_list, is_text, tensors_of
 from pardata.environment._logger import get_logger
 
 _log = get_logger(__name__)

@@ -13,7 +13,7 @@ from pardata.data._microbatches import Microbatches
 from pardata.data._sample_count import is_empty
 from pardata.environment._logger import get_logger
 from pardata.environment._world import is_alone, require_world, world
-from pardata.model._before import GradientsAside, KeptBuffers
+from pardata.model._grad_stash import GradientsAside, KeptBuffers
 from pardata.model._torch_internals import parameters_of, synchronised
 from pardata.model._unwrap import is_parallel
 from pardata.rng._rng_state import forked_torch_seed, kept_generators

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pardata.data._batch_parts import tensors_of
+from pardata.data._batch_utils import tensors_of
 from pardata.data._sample_count import uneven_shares
-from pardata.model._before import GradientsAside
 from pardata.model._buffers import broadcast
-from pardata.model._read_through import ReadThrough, refusing_forwards
+from pardata.model._grad_stash import GradientsAside
 from pardata.model._torch_internals import (
     after_backward,
     at_end_of_backward,
     parameters_of,
     uncompiled,
 )
+from pardata.model._transparent import ReadThrough, refusing_forwards
 from pardata.strategies._ddp_reducer import (
     Payload,
     ReducedParameters,

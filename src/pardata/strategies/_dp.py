@@ -9,7 +9,7 @@ from torch.nn.parallel import DataParallel
 
 from pardata._pytree import leaves_with_path
 from pardata.environment._device import visible_devices
-from pardata.model._read_through import ReadThrough
+from pardata.model._transparent import ReadThrough
 from pardata.strategies._strategy import Settings, Strategy
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from pardata._validation import type_with_article
-from pardata.data._batch_parts import tensors_of
+from pardata.data._batch_utils import tensors_of
 from pardata.strategies._loss_weights import Microbatch, Share
 
 

@@ -19,14 +19,14 @@ from pardata._validation import check_int
 from pardata.data._sample_count import uneven_shares
 from pardata.environment._device import checked_device
 from pardata.environment._logger import get_logger
-from pardata.model._before import GradientsAside
 from pardata.model._buffers import average, broadcast, real_buffers
-from pardata.model._sharding import forget_step, place, reset_iter_state, shard_again
+from pardata.model._fsdp_utils import forget_step, place, reset_iter_state, shard_again
+from pardata.model._grad_stash import GradientsAside
 from pardata.model._state_dict import load_sharded
 from pardata.model._torch_internals import parameters_of, uncompiled
 from pardata.model._unwrap import ShardedModule, unwrap
 from pardata.store._round import Facts
-from pardata.strategies._blocks import blocks_of, size_of
+from pardata.strategies._fsdp_blocks import blocks_of, size_of
 from pardata.strategies._loss_weights import Microbatch
 from pardata.strategies._step import SharedStep, model_under_way, under_way
 from pardata.strategies._strategy import Settings, Strategy, broadcast_weights

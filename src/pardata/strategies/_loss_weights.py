@@ -18,7 +18,7 @@ from pardata.collectives._fingerprint import (
     fingerprint_slots,
     fingerprints_match,
 )
-from pardata.data._batch_parts import tensors_of
+from pardata.data._batch_utils import tensors_of
 from pardata.data._microbatches import Microbatches
 from pardata.data._sample_count import delivered, samples_of
 from pardata.environment._device import widest_float_dtype

@@ -14,8 +14,8 @@ from torch.amp import GradScaler
 from pardata.data._microbatches import Microbatches
 from pardata.environment._device import sequence_number
 from pardata.environment._world import is_alone, world
-from pardata.model._before import GradientsAside, KeptBuffers
-from pardata.model._sharding import unsharded
+from pardata.model._fsdp_utils import unsharded
+from pardata.model._grad_stash import GradientsAside, KeptBuffers
 from pardata.model._torch_internals import parameters_of, uncompiled
 from pardata.model._unwrap import layers
 from pardata.rng._seeds import mix, run_seed

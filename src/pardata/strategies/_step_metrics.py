@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pardata._pytree import KeyPath, keystr, leaves_with_path, map_with_path
 from pardata.collectives._all_reduce import like, shape_text, split_like
 from pardata.collectives._fingerprint import Leaf, fingerprint_slots, fingerprints_match, number_of
-from pardata.data._batch_parts import tensors_of
+from pardata.data._batch_utils import tensors_of
 from pardata.data._sample_count import samples_of
 from pardata.environment._device import has_streams, widest_float_dtype
 from pardata.environment._world import store_client, world

@@ -7,7 +7,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from pardata.strategies.exact._ordered_sum import NOTHING, Exchange, OrderedSum, Stack
+from pardata.strategies.exact._tree_all_reduce import NOTHING, Exchange, OrderedSum, Stack
 
 _MOST, _MOST_OF_GPU = 2**20, 2**22  # numbers that are sent together: 4 MiB over gloo, else 16
 

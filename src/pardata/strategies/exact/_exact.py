@@ -1,7 +1,7 @@
 """Strategy "exact": training that is the same to the last bit on any number of processes.
 
 Only `backward` fills the gradients. A hook on every parameter tells when a microbatch's gradient is
-ready to be added. It refuses any other backward (`_exact_sums`).
+ready to be added. It refuses any other backward (`_gradient_sums`).
 """
 
 from collections.abc import Mapping
@@ -12,14 +12,14 @@ from torch import nn
 
 from pardata._validation import check_int
 from pardata.environment._device import checked_device
-from pardata.model._read_through import ReadThrough
 from pardata.model._torch_internals import synchronised, versions_of
+from pardata.model._transparent import ReadThrough
 from pardata.model._unwrap import Wrapper, unwrap
 from pardata.store._round import Facts
 from pardata.strategies._step import forward_aside, model_under_way
 from pardata.strategies._strategy import Settings, Strategy, broadcast_weights
 from pardata.strategies.exact._exact_step import ExactStep
-from pardata.strategies.exact._exact_sums import Sums
+from pardata.strategies.exact._gradient_sums import Sums
 from pardata.strategies.exact._numerics import kernels, refused_kernels
 
 _RECORD = "exact"  # in the metadata of a state dict

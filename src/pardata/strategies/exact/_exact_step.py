@@ -11,16 +11,16 @@ from torch import Tensor
 from pardata.collectives._fingerprint import CheckedCollective, LeastAndMost
 from pardata.data._microbatches import Microbatches
 from pardata.environment._world import cpu_group_and_device, world
-from pardata.model._before import GradientsAside
+from pardata.model._grad_stash import GradientsAside
 from pardata.model._torch_internals import parameters_of
 from pardata.rng._rng_state import Kept, default_generators, seed_generators
 from pardata.rng._seeds import mix, run_seed
 from pardata.store._remote_error import mark_secondary
 from pardata.strategies._loss_weights import Microbatch, started
 from pardata.strategies._step import Step, microbatch_seed, under_way
-from pardata.strategies.exact._exact_means import Means
+from pardata.strategies.exact._buffer_means import Means
 from pardata.strategies.exact._numerics import refused_kernels
-from pardata.strategies.exact._ordered_sum import Exchange, OrderedSum
+from pardata.strategies.exact._tree_all_reduce import Exchange, OrderedSum
 
 _NONE = 2**53  # the number of a microbatch that there is not
 

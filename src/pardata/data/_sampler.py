@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
+from pardata.data._batched_read import on_cpu
+from pardata.data._loader_state import Position
 from pardata.data._plan import GlobalStep, Plan
-from pardata.data._position import Position
 from pardata.data._shuffle import Shuffle
-from pardata.data._whole_batches import on_cpu
 from pardata.environment._world import World, store_client
 from pardata.rng._rng_state import forked_seed
 from pardata.rng._seeds import mix

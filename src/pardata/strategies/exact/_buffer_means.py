@@ -9,7 +9,7 @@ from pardata._pytree import bytes_of
 from pardata.environment._device import widest_float_dtype
 from pardata.model._buffers import real_buffers
 from pardata.strategies._loss_weights import Microbatch
-from pardata.strategies.exact._ordered_sum import NOTHING, Exchange, Stack
+from pardata.strategies.exact._tree_all_reduce import NOTHING, Exchange, Stack
 
 
 class Means:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from pardata._pytree import KeyPath, map_with_path
-from pardata.data._batch_parts import is_indivisible
+from pardata.data._batch_utils import is_indivisible
+from pardata.data._fetcher import Collation
 from pardata.data._plan import Fetched, GlobalStep
-from pardata.data._reader import Collation
 from pardata.environment._device import has_streams
 
 Shaped: TypeAlias = Callable[[Fetched], Any]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pardata._pytree import KeyPath
-from pardata.checkpoint._files import Record, record_of, save
+from pardata.checkpoint._manifest import Record, record_of, save
 from pardata.collectives._all_gather import gather_to_rank_zero
 from pardata.environment._world import World
 

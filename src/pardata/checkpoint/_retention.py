@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pardata._validation import check_int, check_text
-from pardata.checkpoint._files import UnusableError, read_manifest
+from pardata.checkpoint._manifest import UnusableError, read_manifest
 
 
 class Name(NamedTuple):

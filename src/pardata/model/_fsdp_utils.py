@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pardata.data._batch_parts import tensors_of
+from pardata.data._batch_utils import tensors_of
 from pardata.model._torch_internals import own_tensors, uncompiled
 
 # ruff: noqa: SLF001  # a torch without `reset_iter_state`, as 2.9: see pytorch/torchtitan#1329

@@ -10,7 +10,7 @@ import torch
 from pardata._pytree import content_hash
 from pardata._validation import local_path
 from pardata.cache._column import Column
-from pardata.cache._original import Fields, default_directory, identity_of, read_sample
+from pardata.cache._source import Fields, default_directory, identity_of, read_sample
 
 # Nothing else in the directory is touched: it may hold the user's own files too.
 FILES = "pardata-files-"

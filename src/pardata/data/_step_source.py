@@ -10,9 +10,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from pardata._validation import check_int
-from pardata.data._position import Position
-from pardata.data._whole_batches import on_cpu, outline, whole_batch_reader
-from pardata.data._worker_processes import started
+from pardata.data._batched_read import on_cpu, outline, whole_batch_reader
+from pardata.data._loader_state import Position
+from pardata.data._worker_init import started
 from pardata.environment._device import has_streams
 from pardata.environment._world import World, cpus_per_rank
 from pardata.rng._seeds import mix

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
-from pardata.data._order import Request, as_list
+from pardata.data._batched_read import has_getitems, on_cpu, whole_batch_reader
 from pardata.data._plan import Fetched, GlobalStep
-from pardata.data._whole_batches import has_getitems, on_cpu, whole_batch_reader
+from pardata.data._sampler import Request, as_list
 from pardata.rng import _rng_state as generators
 from pardata.rng._seeds import mix
 from pardata.store._remote_error import RemoteError

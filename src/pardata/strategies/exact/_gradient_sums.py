@@ -13,7 +13,7 @@ from pardata.model._torch_internals import name_of, parameters_of
 from pardata.strategies._loss_weights import Microbatch
 from pardata.strategies._step import model_under_way
 from pardata.strategies.exact._bucket import buckets_of
-from pardata.strategies.exact._ordered_sum import Exchange
+from pardata.strategies.exact._tree_all_reduce import Exchange
 
 _AHEAD = 2  # buckets that are sent before the first of them is added: what is received takes room
 

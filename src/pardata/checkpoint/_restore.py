@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.serialization import safe_globals
 
 from pardata._pytree import KeyPath, is_custom_container, map_with_path
-from pardata.checkpoint import _shards as shards
-from pardata.checkpoint._files import STATE, UnusableError, verified
-from pardata.checkpoint._names import candidates
+from pardata.checkpoint import _dcp as shards
+from pardata.checkpoint._manifest import STATE, UnusableError, verified
+from pardata.checkpoint._retention import candidates
 from pardata.collectives._barrier import rank_zero_call
 from pardata.environment._logger import get_logger
 from pardata.environment._world import World, store_client

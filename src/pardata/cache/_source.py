@@ -13,8 +13,8 @@ from torch.utils.data import Subset
 
 from pardata._pytree import bytes_of, content_hash, keystr, leaves_with_path, map_with_path
 from pardata._validation import type_with_article
-from pardata.data._whole_batches import layers
-from pardata.data._workers import choose_workers
+from pardata.data._batched_read import layers
+from pardata.data._step_source import choose_workers
 from pardata.environment._logger import get_logger
 from pardata.environment._world import World, cpus_per_rank
 from pardata.rng._rng_state import numpy_or_none, seed_generators

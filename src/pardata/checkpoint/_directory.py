@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from pardata.checkpoint._files import Manifest, Record, sync, write_manifest
-from pardata.checkpoint._names import Name, Retention, names
+from pardata.checkpoint._manifest import Manifest, Record, sync, write_manifest
+from pardata.checkpoint._retention import Name, Retention, names
 from pardata.environment._logger import get_logger
 
 _log = get_logger(__name__)

@@ -12,10 +12,10 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from pardata._pytree import content_hash, leaves_with_path
 from pardata.collectives._fingerprint import CheckedCollective
+from pardata.data._fetcher import Collation
+from pardata.data._loader_state import Position
 from pardata.data._plan import Fetched, GlobalStep, Plan, share
-from pardata.data._position import Position
-from pardata.data._reader import Collation
-from pardata.data._workers import Source
+from pardata.data._step_source import Source
 from pardata.environment._world import store_client
 from pardata.rng._rng_state import kept_generators, seed_generators
 from pardata.rng._seeds import mix

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from pardata import Checkpointer, backward, fingerprint, make_loader, world, wrap_model
 from pardata.checkpoint._manifest import _digest, record_of, verified
-from pardata.checkpoint._retention import names
+from pardata.checkpoint._retention import checkpoint_names
 
 STRATEGIES = ("none", "dp", "ddp", "fsdp", "exact")
 
@@ -66,8 +66,8 @@ class Run:
         return self
 
     def objects(self):
-        names = ("model", "optimizer", "scheduler", "loader")
-        return {name: getattr(self, name) for name in names}
+        checkpoint_names = ("model", "optimizer", "scheduler", "loader")
+        return {name: getattr(self, name) for name in checkpoint_names}
 
     def digest(self):
         """Return a hash of everything; collective where parameters are sharded."""
@@ -84,7 +84,7 @@ class Run:
 
 def whole_steps(directory):
     """Return the steps of all checkpoints, from the oldest to the newest, all of them whole."""
-    found = names(directory)
+    found = checkpoint_names(directory)
     for name in found:
         verified(directory / str(name), name.step)
     return [name.step for name in found]
@@ -136,7 +136,7 @@ class Thing:
 
 def paths(directory):
     """Return the folders of all checkpoints, from the oldest to the newest."""
-    return [directory / str(name) for name in names(directory)]
+    return [directory / str(name) for name in checkpoint_names(directory)]
 
 
 # --- made up by somebody who means harm

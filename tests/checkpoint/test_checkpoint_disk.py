@@ -16,8 +16,8 @@ from torch import nn
 
 from pardata import Checkpointer, all_reduce_sum, rank_zero_call, world
 from pardata.checkpoint import _checkpointer
-from pardata.checkpoint._background_task import Background
-from pardata.checkpoint._directory import Folder
+from pardata.checkpoint._background_task import BackgroundTask
+from pardata.checkpoint._directory import CheckpointDirectory
 from pardata.checkpoint._retention import Retention
 
 LARGE = 12_000_000  # numbers: more bytes than `limited` leaves room for, also in halves
@@ -34,7 +34,7 @@ def lose(directory, _):
 
 
 def claim(directory, _):
-    rank_zero_call(Folder(directory, Retention(3, None)).begin, 1)
+    rank_zero_call(CheckpointDirectory(directory, Retention(3, None)).begin, 1)
     return lambda: rank_zero_call(lambda: [shutil.rmtree(p) for p in directory.glob(".unf*")])
 
 
@@ -121,7 +121,7 @@ def test_nothing_that_changes_before_it_is_written_is_written(tmp_path, monkeypa
     gate = threading.Event()
 
     def held(work, what):
-        return Background(lambda: (gate.wait(), work()), what)
+        return BackgroundTask(lambda: (gate.wait(), work()), what)
 
     monkeypatch.setattr(_checkpointer, "Background", held)
     dense, sparse, names = torch.ones(3), torch.eye(3).to_sparse(), {"a"}

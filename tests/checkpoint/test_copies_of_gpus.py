@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pardata.checkpoint._snapshot import Copies
+from pardata.checkpoint._snapshot import HostCopies
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning")
@@ -21,7 +21,7 @@ def test_a_copy_waits_for_each_gpu_that_it_copies_from(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     with FakeTensorMode():
         on_gpus = [torch.empty(size, device=f"cuda:{size % 2}") for size in range(1, 5)]
-        copies = Copies()
+        copies = HostCopies()
         made = [copies.of(tensor) for tensor in (*on_gpus, torch.ones(2))]
         copies.wait()
     assert {copy.device.type for copy in made} == {"cpu"}

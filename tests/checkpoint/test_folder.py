@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from pardata import Checkpointer
 from pardata.checkpoint import _directory as folders
-from pardata.checkpoint._directory import Folder
+from pardata.checkpoint._directory import CheckpointDirectory
 from pardata.checkpoint._manifest import save
-from pardata.checkpoint._retention import Name, Retention, names
+from pardata.checkpoint._retention import CheckpointName, Retention, checkpoint_names
 
 
-class Writer(Folder):
+class Writer(CheckpointDirectory):
     """A folder's rank 0, which begins and finishes when it is told to."""
 
     def __init__(self, directory):
@@ -54,10 +54,14 @@ def lose_a_part():
 
 
 def test_names_are_sorted_by_number_where_they_outgrow_their_digits(tmp_path):
-    all_names = [Name(9999, 10**9 + 1), Name(10000, 5), Name(10000, 10**10)]
+    all_names = [
+        CheckpointName(9999, 10**9 + 1),
+        CheckpointName(10000, 5),
+        CheckpointName(10000, 10**10),
+    ]
     for name in reversed(all_names):
         (tmp_path / str(name)).mkdir()
-    assert names(tmp_path) == all_names
+    assert checkpoint_names(tmp_path) == all_names
 
 
 # --- one run
@@ -150,7 +154,7 @@ def test_nothing_is_removed_once_a_newer_one_has_begun(tmp_path, monkeypatch):
     monkeypatch.setattr(folders, "sync", lambda _: Writer(tmp_path).begin(1))
     with pytest.raises(RuntimeError, match="this run is the older one and must end"):
         writer.act("write", 3)
-    assert [name.step for name in names(tmp_path)] == [1, 2, 3]
+    assert [name.step for name in checkpoint_names(tmp_path)] == [1, 2, 3]
 
 
 def test_a_newer_one_is_above_what_an_older_one_has_begun(tmp_path):
@@ -192,7 +196,10 @@ def test_one_that_cannot_write_its_name_takes_nothing_over(tmp_path):
     finally:
         end()
     writer.act("write", 2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [*map(str, names(tmp_path)), "owner"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        *map(str, checkpoint_names(tmp_path)),
+        "owner",
+    ]
     other.act("begin", 3)
     with pytest.raises(RuntimeError, match="this run is the older one"):
         writer.act("write", 3)
@@ -215,17 +222,17 @@ def test_however_several_runs_interleave_the_newest_alone_adds_and_removes(actio
             if action == "new":
                 writers[number] = Writer(directory)
                 continue
-            before = names(directory)
+            before = checkpoint_names(directory)
             writer = writers[number]
             claims = not writer._has_begun
             try:
                 finished = writer.act(action, step)
             except RuntimeError:
                 assert writer is not newest
-                assert names(directory) == before
+                assert checkpoint_names(directory) == before
                 continue
             newest = writer if claims and writer._has_begun else newest
-            assert writer is newest or names(directory) == before
+            assert writer is newest or checkpoint_names(directory) == before
             if finished is not None:
                 contents[finished] = f"{id(writer)} {writer._name.step}"
         whole_steps(directory)

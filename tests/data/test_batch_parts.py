@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import IterableDataset, Subset, TensorDataset, get_worker_info
 
 from pardata import Microbatches
-from pardata.data._batch_utils import tensors_of
+from pardata.data._batch_utils import iter_tensors
 
 CPU, OTHER = torch.device("cpu"), torch.device("meta")
 Point = namedtuple("Point", ["x", "y"])  # noqa: PYI024  # the untyped kind must work too
@@ -154,7 +154,7 @@ class Slotted(Named):
 
 
 def found_in(batch):
-    return [int(tensor) for tensor in tensors_of(batch)]
+    return [int(tensor) for tensor in iter_tensors(batch)]
 
 
 def test_tensors_are_found_in_order_and_once_each_however_they_are_nested():

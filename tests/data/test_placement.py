@@ -7,7 +7,7 @@ import torch
 from data_zoo import loader_of as any_loader_of
 from torch.utils.data import get_worker_info
 
-from pardata.data._device_prefetch import moved
+from pardata.data._device_prefetch import to_device
 
 
 def loader_of(transform, **options):
@@ -104,4 +104,4 @@ def test_only_a_copy_to_a_device_with_streams_is_not_waited_for(device, waits, m
 
     monkeypatch.setattr(torch.Tensor, "to", to)
     device = torch.device(device)
-    assert moved([torch.ones(1)], device) == [(device, not waits)]
+    assert to_device([torch.ones(1)], device) == [(device, not waits)]

@@ -6,13 +6,13 @@ What it makes of steps and microbatches: test_same_batches.py.
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pardata.data._plan import share
+from pardata.data._plan import local_range
 from pardata.rng._seeds import mix
 
 
 @given(st.integers(0, 10_000), st.integers(1, 17))
 def test_shares_are_runs_in_rank_order_that_differ_by_one_and_the_first_has_most(count, size):
-    shares = [share(count, rank, size) for rank in range(size)]
+    shares = [local_range(count, rank, size) for rank in range(size)]
     assert [position for part in shares for position in part] == list(range(count))
     counts = [len(part) for part in shares]
     assert max(counts) - min(counts) <= 1

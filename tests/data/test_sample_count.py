@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
 from pardata import Microbatches, backward, make_loader, unwrap, wrap_model
-from pardata.data._sample_count import Read, delivered, samples_of
+from pardata.data._sample_count import ReadRecord, delivered, num_samples
 
 
 class Pair(NamedTuple):
@@ -101,19 +101,19 @@ UNTOLD = {
 @pytest.mark.parametrize("name", SAMPLES)
 @pytest.mark.parametrize("number", [1, 2, 5])
 def test_of_what_default_collate_makes_the_rows_count(name, number):
-    assert samples_of(default_collate([SAMPLES[name]] * number)) == number
+    assert num_samples(default_collate([SAMPLES[name]] * number)) == number
 
 
 @pytest.mark.parametrize("name", COUNTED)
 def test_of_columns_the_rows_of_the_first_count_and_of_lists_the_items(name):
     batch, number = COUNTED[name]
-    assert samples_of(batch) == number
+    assert num_samples(batch) == number
 
 
 @pytest.mark.parametrize("name", UNTOLD)
 def test_what_cannot_be_told_asks_for_a_count(name):
     with pytest.raises(TypeError, match=r"`batch` must tell how many samples .*: pass `count`"):
-        samples_of(UNTOLD[name])
+        num_samples(UNTOLD[name])
 
 
 # Batches that a loader delivers, and what the loop may make of them.
@@ -132,44 +132,44 @@ DELIVERED = {
 @pytest.mark.parametrize("name", DELIVERED)
 def test_a_delivered_batch_counts_what_was_read_for_it_also_in_another_container(name):
     batch = DELIVERED[name]()
-    delivered.add(batch, Read(5, 1))
-    assert samples_of(batch) == 5
+    delivered.add(batch, ReadRecord(5, 1))
+    assert num_samples(batch) == 5
     if isinstance(batch, list | tuple):
-        assert samples_of(list(batch)) == samples_of(dict(enumerate(batch))) == 5
+        assert num_samples(list(batch)) == num_samples(dict(enumerate(batch))) == 5
     if isinstance(batch, dict):
-        assert samples_of(dict(batch)) == samples_of(list(batch.values())) == 5
+        assert num_samples(dict(batch)) == num_samples(list(batch.values())) == 5
 
 
 def test_what_is_made_of_a_delivered_batch_has_its_own_rows():
     x, y = rows(7, 4), labels(7)
-    delivered.add([x, y], Read(5, 1))
+    delivered.add([x, y], ReadRecord(5, 1))
     for other in ((x[:2], y[:2]), (x * 2, y), (x, y, rows(1)), copy.deepcopy((x, y))):
         assert delivered.get(other) is None
-        assert samples_of(other) == len(other[0])
+        assert num_samples(other) == len(other[0])
 
 
 def test_some_columns_of_a_delivered_batch_count_as_all_of_it():
     x, y, z = rows(7, 4), labels(7), rows(7)
-    delivered.add([x, y, {"z": z}], Read(5, 1))
+    delivered.add([x, y, {"z": z}], ReadRecord(5, 1))
     for some in (x, y, z, [x], (y, x), {"z": z, "x": x}):
-        assert samples_of(some) == 5
+        assert num_samples(some) == 5
     _, other = rows(7, 4), labels(7)
-    delivered.add([x, other], Read(6, 1))
-    assert [samples_of(some) for some in (x, y, other, [x, y], [x, other])] == [6, 5, 6, 5, 6]
+    delivered.add([x, other], ReadRecord(6, 1))
+    assert [num_samples(some) for some in (x, y, other, [x, y], [x, other])] == [6, 5, 6, 5, 6]
 
 
 def test_nothing_is_kept_alive_and_what_is_gone_is_forgotten():
     before = len(delivered._known)
     batches = [make() for make in DELIVERED.values()]
     for batch in batches:
-        delivered.add(batch, Read(5, 1))
+        delivered.add(batch, ReadRecord(5, 1))
     assert len(delivered._known) >= before + len(batches)
     tensors = [weakref.ref(batches[0]), weakref.ref(batches[1][0])]
     del batch, batches
     gc.collect()
     assert [tensor() for tensor in tensors] == [None, None]
     assert len(delivered._known) == before
-    delivered.add(["a text", 3], Read(2, 1))
+    delivered.add(["a text", 3], ReadRecord(2, 1))
     assert delivered.get(["a text", 3]) is None
     assert len(delivered._known) == before
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate
 
-from pardata.data._batched_read import whole_batch_reader
+from pardata.data._batched_read import batch_reader
 
 
 def tensors(length, start=0):
@@ -44,7 +44,7 @@ def read(dataset, indices):
 
 
 def assert_read_as_collated(dataset, indices):
-    assert whole_batch_reader(dataset) is not None
+    assert batch_reader(dataset) is not None
     assert equal(read(dataset, indices), default_collate([dataset[index] for index in indices]))
 
 

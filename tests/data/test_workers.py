@@ -24,7 +24,7 @@ from processes import descendants, wait_for, without_gloo
 from torch.utils.data import Dataset, TensorDataset
 
 from pardata import Checkpointer, make_loader, world
-from pardata.data._step_source import choose_workers
+from pardata.data._step_source import resolve_num_workers
 from pardata.environment._world import cpus_per_rank
 
 STOPPING, HANGING, ENDING = (
@@ -48,7 +48,7 @@ def test_auto_is_the_cores_less_one_and_none_for_whole_batches(
 ):
     # Asked below make_loader, as DataLoader warns of more workers than there are cores.
     monkeypatch.setattr("pardata.data._step_source.cpus_per_rank", lambda here: cores)
-    assert choose_workers("auto", dataset, world()) == workers
+    assert resolve_num_workers("auto", dataset, world()) == workers
 
 
 def _auto_workers():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from gpu_zoo import SPIN, nothing_waits
 
-from pardata.checkpoint._snapshot import Copies
+from pardata.checkpoint._snapshot import HostCopies
 
 pytestmark = pytest.mark.usefixtures("gpu")
 LATE = 1_000_000
@@ -25,7 +25,7 @@ def finished_late(device, value):
 
 
 def copied(tensor):
-    copies = Copies()
+    copies = HostCopies()
     copy = copies.of(tensor)
     copies.wait()
     return copy
@@ -39,7 +39,7 @@ def test_a_copy_is_finished_whichever_gpu_is_the_current_one(hardware):
 
 
 def test_copies_are_queued_one_after_the_other_before_any_is_waited_for(gpu):
-    late, copies = finished_late(torch.device(gpu), 5.0), Copies()
+    late, copies = finished_late(torch.device(gpu), 5.0), HostCopies()
     with nothing_waits(gpu):
         made = [copies.of(part) for part in late.chunk(3)]
     copies.wait()
@@ -47,7 +47,7 @@ def test_copies_are_queued_one_after_the_other_before_any_is_waited_for(gpu):
 
 
 def test_each_of_many_that_are_let_go_at_once_has_its_own(gpu):
-    copies = Copies()
+    copies = HostCopies()
     made = [copies.of(torch.full((LATE,), float(n), device=gpu)) for n in range(4)]
     copies.wait()
     assert [(copy.min().item(), copy.max().item()) for copy in made] == [(n, n) for n in range(4)]

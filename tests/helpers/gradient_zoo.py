@@ -6,7 +6,7 @@ from sharding import whole
 from torch import nn
 
 from pardata import Microbatches, unwrap, world
-from pardata.data._plan import share
+from pardata.data._plan import local_range
 
 CLOSE = 1e-12
 
@@ -40,7 +40,7 @@ def pieces(sizes, seed=0):
 def cut(parts):
     """Return this rank's share of a step of microbatches."""
     here = world()
-    own = share(len(parts), here.rank, here.size)
+    own = local_range(len(parts), here.rank, here.size)
     facts = {"epoch": 0, "step": 0, "first": own.start, "counts": [len(x) for x, *_ in parts]}
     return Microbatches([parts[n] for n in own], size=here.size, placeholder=parts[0], **facts)
 

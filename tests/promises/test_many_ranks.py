@@ -77,7 +77,7 @@ def test_32_ranks_train_stop_and_save_and_24_go_on_as_one_does(tmp_path):
 @pytest.mark.parametrize("samples", [4 * RANKS * 3, RANKS * 3 + 1, RANKS - 5])
 def test_thousands_of_ranks_share_each_sample_of_a_step_once(samples, microbatch_size):
     shares = [
-        Plan(LENGTH, samples, False, microbatch_size, rank, RANKS).share_of(samples)
+        Plan(LENGTH, samples, False, microbatch_size, rank, RANKS).local_ranges(samples)
         for rank in range(RANKS)
     ]
     shares = [(step.rows, runs) for step, runs in shares if step.rows]  # the others: a stand-in
@@ -91,4 +91,4 @@ def test_the_last_step_of_a_billion_samples_is_asked_for_directly():
     plan = Plan(LENGTH, 3 * RANKS, False, 3, RANKS - 1, RANKS)
     last = plan[len(plan) - 1]
     assert last[-1] == LENGTH - 1
-    assert plan.share_of(len(last))[0].rows <= 3
+    assert plan.local_ranges(len(last))[0].rows <= 3

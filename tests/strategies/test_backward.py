@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from pardata import backward, check_in_sync, unwrap, world, wrap_model
-from pardata.data._plan import share
+from pardata.data._plan import local_range
 
 SIZES = [1, 2, 3, 4]
 TOKENS = 100  # of a sequence, masked ones included
@@ -102,7 +102,7 @@ def truth(case):
 def batch_of(case):
     if case.plain:
         here = world()
-        own = share(sum(case.sizes), here.rank, here.size)
+        own = local_range(sum(case.sizes), here.rank, here.size)
         return tuple(tensor[own.start : own.stop] for tensor in rows_of(sum(case.sizes)))
     return cut(sequences(case.tokens) if case.tokens else pieces(case.sizes))
 
@@ -521,7 +521,7 @@ def replay(parts, ranks, steps_before):
     for rank in range(ranks):
         net = normed()
         net.load_state_dict(steps_before, strict=False)
-        for number in share(len(parts), rank, ranks):
+        for number in local_range(len(parts), rank, ranks):
             if parts[number][2]:
                 net(parts[number][0])
         found.append(buffers(net))
@@ -541,7 +541,7 @@ def test_buffers_are_equal_on_all_ranks_and_of_what_does_not_count_there_is_no_t
     expected = {}
     for step, parts in enumerate(steps):
         held = replay(parts, size, expected)
-        weights = [sum(parts[i][2] for i in share(len(parts), r, size)) for r in range(size)]
+        weights = [sum(parts[i][2] for i in local_range(len(parts), r, size)) for r in range(size)]
         if strategy == "ddp":
             expected = held[0]
         else:

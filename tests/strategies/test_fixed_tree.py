@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pardata.data._plan import share
+from pardata.data._plan import local_range
 from pardata.strategies.exact._tree_all_reduce import Stack, subtrees_of
 
 special = st.sampled_from([0.0, -0.0, math.inf, -math.inf, math.nan, 3e38, -3e38, 1e-45, 1.0])
@@ -30,7 +30,7 @@ def by_ranks(told, size, absent=None):
     owner, found = stack_of(len(told)), []
     for rank in range(size):
         own = stack_of(len(told))
-        for number in share(len(told), rank, size):
+        for number in local_range(len(told), rank, size):
             own.push((number, number + 1), tensor(told[number]))
         expected = subtrees_of(len(told), size)[rank]
         assert [span for span, _ in own.subtrees] == list(expected)

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from pardata import backward, check_in_sync, make_loader, unwrap, world, wrap_model
-from pardata.data._plan import share
+from pardata.data._plan import local_range
 from pardata.strategies import _ddp_reducer
 from pardata.strategies._step_metrics import StepMetrics
 
@@ -365,7 +365,7 @@ def beside_a_hook(kind):
         model.register_comm_hook(told, mean_hook)
     inputs, targets = rows_of(5)
     dtype = torch.bfloat16 if kind == "bfloat16" else torch.float64
-    own = share(5, world().rank, world().size)
+    own = local_range(5, world().rank, world().size)
     batch = [tensor[own.start : own.stop].to(dtype) for tensor in (inputs, targets)]
     for _ in range(3):
         model.zero_grad()

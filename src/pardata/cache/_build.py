@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from pardata._pytree import bytes_of
-from pardata.cache._cache_manifest import FILES, SOURCE, Files
+from pardata.cache._cache_manifest import FILES, SOURCE, CacheManifest
 from pardata.cache._column import ColumnWriter, Shapes
-from pardata.cache._source import CHUNK, Fields, check_alike, read_sample
-from pardata.data._batched_read import on_cpu
+from pardata.cache._source import CHUNK, Fields, check_structure, read_sample
+from pardata.data._batched_read import cpu_default_device
 from pardata.environment._logger import get_logger
 from pardata.output._progress import progress
 
@@ -28,15 +28,15 @@ _BUILDING = "pardata-building"
 _CHUNK_BYTES = 2**24  # a worker decodes samples of so many bytes at once
 
 
-def ensure(dataset: Any, files: Files, workers: int) -> None:
+def build_if_missing(dataset: Any, files: CacheManifest, workers: int) -> None:
     """Build the cache of this source unless it is there."""
     # If there is nothing to do, no lock is needed: for a lock the directory must be writable.
-    if files.are_there():
+    if files.is_valid():
         return
     directory, own = files.folder.parent, f"{_BUILDING}-{gethostname()}-"
     _log.info("pardata builds the cache in %s, or waits for the process that does", directory)
-    with _locked(directory) as is_alone, on_cpu():
-        if files.are_there():  # another process may just have built it
+    with _locked(directory) as is_alone, cpu_default_device():
+        if files.is_valid():  # another process may just have built it
             return
         for left in directory.glob(f"{own}*") if is_alone else ():  # by a process that was killed
             shutil.rmtree(left, ignore_errors=True)
@@ -80,11 +80,11 @@ class _Parts(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         _, parts = read_sample(self._dataset, index)
-        check_alike(parts, self._fields, index)
+        check_structure(parts, self._fields, index)
         return parts
 
 
-def _packed(samples: list[dict[str, Tensor]]) -> list[tuple[bytes, Shapes]]:
+def _encode_chunk(samples: list[dict[str, Tensor]]) -> list[tuple[bytes, Shapes]]:
     """Return the values of each part of several samples, and its shapes, in the order of paths.
 
     Values are bytes: tensors would take shared memory, of which a container may have little.
@@ -93,12 +93,12 @@ def _packed(samples: list[dict[str, Tensor]]) -> list[tuple[bytes, Shapes]]:
     return [(b"".join(map(bytes_of, parts)), [part.shape for part in parts]) for parts in columns]
 
 
-def _write(dataset: Any, files: Files, folder: Path, workers: int) -> dict[str, Any]:
+def _write(dataset: Any, files: CacheManifest, folder: Path, workers: int) -> dict[str, Any]:
     """Write the parts of all samples; return the shape of each part, or None if it differs."""
     size = sum(field.nbytes for field in files.fields.values())
     chunk = min(CHUNK, max(1, _CHUNK_BYTES // max(1, size)))
     parts = _Parts(dataset, files.fields)
-    chunks = DataLoader(parts, chunk, num_workers=workers, collate_fn=_packed)
+    chunks = DataLoader(parts, chunk, num_workers=workers, collate_fn=_encode_chunk)
     with ExitStack() as stack:
         paths = files.paths(folder)
         columns = [stack.enter_context(closing(ColumnWriter(file))) for file in paths.values()]
@@ -114,7 +114,7 @@ def _write(dataset: Any, files: Files, folder: Path, workers: int) -> dict[str, 
         return {path: column.finish() for path, column in zip(paths, columns, strict=True)}
 
 
-def _publish(unfinished: Path, files: Files, shapes: dict[str, Any]) -> None:
+def _publish(unfinished: Path, files: CacheManifest, shapes: dict[str, Any]) -> None:
     """Make what was built the cache, in one step, and remove what was there before.
 
     If another process was faster, its cache stays.
@@ -130,7 +130,7 @@ def _publish(unfinished: Path, files: Files, shapes: dict[str, Any]) -> None:
     try:
         unfinished.rename(final)
     except OSError:
-        if files.are_there():
+        if files.is_valid():
             return
         shutil.rmtree(final, ignore_errors=True)  # a cache of the same source, but damaged
         unfinished.rename(final)

@@ -11,12 +11,12 @@ from torch.utils.data import Dataset, default_collate
 
 from pardata._pytree import bytes_of, leaves_with_path, map_with_path
 from pardata._validation import check_map_style
-from pardata.cache._build import ensure
-from pardata.cache._cache_manifest import Files, files_of
-from pardata.cache._source import class_name, filled, is_numbers, workers_for
+from pardata.cache._build import build_if_missing
+from pardata.cache._cache_manifest import CacheManifest, manifest_of
+from pardata.cache._source import class_name, from_tensors, is_numbers, num_decoders
 from pardata.collectives._barrier import rank_zero_first
 from pardata.data._batch_utils import Ragged
-from pardata.data._batched_read import ReadsBatches
+from pardata.data._batched_read import BatchReadable
 from pardata.environment._world import require_world, store_client
 from pardata.rng._rng_state import kept_generators
 from pardata.store._round import Facts, exchange, raise_if_different
@@ -71,15 +71,15 @@ def cache_dataset(
     """
     here = require_world("cache_dataset")
     with kept_generators():
-        files: Files
+        files: CacheManifest
         first: Any
         workers = 0
 
         def look() -> Facts:
             nonlocal files, first, workers
             check_map_style(dataset, " to be cached")
-            workers = workers_for(num_workers, dataset, here)
-            files, first = files_of(dataset, directory)
+            workers = num_decoders(num_workers, dataset, here)
+            files, first = manifest_of(dataset, directory)
             return {"the class": class_name(dataset), "the length": files.source["length"]}
 
         cure = "Pass the same dataset on every rank."
@@ -88,11 +88,11 @@ def cache_dataset(
         # The build takes as long as it takes, and a bar shows its progress.
         with rank_zero_first(local=True, timeout=3e7):
             if here.is_local_main:
-                ensure(dataset, files, workers)
+                build_if_missing(dataset, files, workers)
             return CachedDataset(dataset, files, first)
 
 
-class CachedDataset(ReadsBatches):
+class CachedDataset(BatchReadable):
     """The samples of a dataset, read from files; made by `cache_dataset`.
 
     Attributes:
@@ -101,7 +101,7 @@ class CachedDataset(ReadsBatches):
         directory: where the files are.
     """
 
-    def __init__(self, dataset: Any, files: Files, first: Any) -> None:
+    def __init__(self, dataset: Any, files: CacheManifest, first: Any) -> None:
         self.source, self.directory = dataset, files.folder.parent
         self._files = files
         try:
@@ -129,7 +129,7 @@ class CachedDataset(ReadsBatches):
 
     def __getitems__(self, indices: Tensor | Sequence[int]) -> list[Any]:
         """Return the samples at `indices`, as ``DataLoader`` asks for them."""
-        return [filled(self._sample, parts) for parts in zip(*self._rows(indices), strict=True)]
+        return [from_tensors(self._sample, row) for row in zip(*self._rows(indices), strict=True)]
 
     def read_batch(self, indices: Tensor | Sequence[int]) -> Any:
         """Return the batch that ``default_collate`` would make of the samples at `indices`.

@@ -10,14 +10,14 @@ import torch
 from pardata._pytree import content_hash
 from pardata._validation import local_path
 from pardata.cache._column import Column
-from pardata.cache._source import Fields, default_directory, identity_of, read_sample
+from pardata.cache._source import Fields, default_directory, read_sample, source_signature
 
 # Nothing else in the directory is touched: it may hold the user's own files too.
 FILES = "pardata-files-"
 SOURCE = "source.json"
 
 
-class Files(NamedTuple):
+class CacheManifest(NamedTuple):
     """The files of a cache.
 
     Attributes:
@@ -43,7 +43,7 @@ class Files(NamedTuple):
             for path, field in self.fields.items()
         ]
 
-    def are_there(self) -> bool:
+    def is_valid(self) -> bool:
         """Whether they are complete: each has as many bytes as were written."""
         with suppress(OSError, ValueError, TypeError, KeyError):  # a damaged file may hold anything
             written = self._facts()["files"]
@@ -55,12 +55,12 @@ class Files(NamedTuple):
         return json.loads((self.folder / SOURCE).read_text())
 
 
-def files_of(dataset: Any, directory: Any) -> tuple[Files, Any]:
+def manifest_of(dataset: Any, directory: Any) -> tuple[CacheManifest, Any]:
     """Return the files of a dataset, in a folder named after what they hold; and a sample."""
-    source = identity_of(dataset)
+    source = source_signature(dataset)
     first, parts = read_sample(dataset, 0)
     fields = {path: torch.empty_like(part, device="meta") for path, part in parts.items()}
     kinds = [[path, str(field.dtype), field.ndim] for path, field in sorted(fields.items())]
     place = default_directory(dataset, source) if directory is None else directory
     folder = local_path("directory", place) / (FILES + content_hash([source, kinds]))
-    return Files(folder, fields, source), first
+    return CacheManifest(folder, fields, source), first

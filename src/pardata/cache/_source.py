@@ -13,8 +13,8 @@ from torch.utils.data import Subset
 
 from pardata._pytree import bytes_of, content_hash, keystr, leaves_with_path, map_with_path
 from pardata._validation import type_with_article
-from pardata.data._batched_read import layers
-from pardata.data._step_source import choose_workers
+from pardata.data._batched_read import datasets_in
+from pardata.data._step_source import resolve_num_workers
 from pardata.environment._logger import get_logger
 from pardata.environment._world import World, cpus_per_rank
 from pardata.rng._rng_state import numpy_or_none, seed_generators
@@ -39,10 +39,10 @@ Fields: TypeAlias = dict[str, Tensor]
 _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}  # a bool is an int, too
 
 
-def workers_for(num_workers: Any, dataset: Any, here: World) -> int:
+def num_decoders(num_workers: Any, dataset: Any, here: World) -> int:
     """Return how many processes decode."""
     if num_workers != "auto":
-        return choose_workers(num_workers, dataset, here)
+        return resolve_num_workers(num_workers, dataset, here)
     cores = cpus_per_rank(replace(here, local_size=1))  # the other ranks wait: theirs are free
     return cores if cores > 1 and len(dataset) >= _WORTH_WORKERS else 0
 
@@ -60,17 +60,17 @@ def read_sample(dataset: Any, index: int, seed: int = 0) -> tuple[Any, dict[str,
     seed_generators(mix(seed, index))
     try:
         sample = dataset[index]
-        return sample, parts_of(sample)  # an image file is decoded only now
+        return sample, to_tensors(sample)  # an image file is decoded only now
     except Exception as error:  # user code: whatever it raises, say where
         raise RuntimeError(f"sample {index} cannot be cached: {type_and_message(error)}") from error
 
 
-def identity_of(dataset: Any) -> dict[str, Any]:
+def source_signature(dataset: Any) -> dict[str, Any]:
     """Return what shows that a cache is of this source; warn, on rank 0, where it is random."""
     if not (length := len(dataset)):
         raise ValueError("`dataset` must have a sample to be cached, but has none")
     is_random = is_lawless = False
-    subsets = [layer for layer in layers(dataset) if isinstance(layer, Subset)]
+    subsets = [layer for layer in datasets_in(dataset) if isinstance(layer, Subset)]
     digests = [content_hash(torch.as_tensor(subset.indices, device="cpu")) for subset in subsets]
     for index in sorted({i * (length - 1) // (_LOOKED_AT - 1) for i in range(_LOOKED_AT)}):
         digest, other = (content_hash(read_sample(dataset, index, seed)[1]) for seed in (0, 1))
@@ -92,7 +92,7 @@ def identity_of(dataset: Any) -> dict[str, Any]:
 
 def class_name(dataset: Any) -> str:
     """Return the class of a dataset, and of those inside it."""
-    kinds = [type(layer) for layer in layers(dataset)]
+    kinds = [type(layer) for layer in datasets_in(dataset)]
     return " of ".join(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
 
 
@@ -105,7 +105,7 @@ def default_directory(dataset: Any, source: dict[str, Any]) -> Path:
 
 def _transform_text(dataset: Any) -> str:
     names = ("transform", "target_transform")
-    transforms = [getattr(layer, name, None) for layer in layers(dataset) for name in names]
+    transforms = [getattr(layer, name, None) for layer in datasets_in(dataset) for name in names]
     return re.sub(r" at 0x[0-9a-fA-F]+", "", " ".join(map(repr, transforms)))
 
 
@@ -114,7 +114,7 @@ def is_numbers(part: Any) -> bool:
     return type(part) is list and {*map(type, part)} in ({bool}, {int}, {float}, set())
 
 
-def parts_of(sample: Any) -> dict[str, Tensor]:
+def to_tensors(sample: Any) -> dict[str, Tensor]:
     """Return each part of `sample` as a tensor, by its path, as ``sample[0]['box']``.
 
     Raises:
@@ -129,7 +129,7 @@ def parts_of(sample: Any) -> dict[str, Tensor]:
     return {name: _as_tensor(leaf, name) for name, leaf in named.items()}
 
 
-def check_alike(parts: Mapping[str, Tensor], fields: Fields, number: int) -> None:
+def check_structure(parts: Mapping[str, Tensor], fields: Fields, number: int) -> None:
     """Refuse a sample of other parts than the first, or of other dtypes or dimensions.
 
     A part without values may have any dtype: of an empty list nobody knows it.
@@ -145,7 +145,7 @@ def check_alike(parts: Mapping[str, Tensor], fields: Fields, number: int) -> Non
             )
 
 
-def filled(template: Any, parts: Iterable[Tensor]) -> Any:
+def from_tensors(template: Any, parts: Iterable[Tensor]) -> Any:
     """Return a sample of these parts, each of the kind that it has in `template`.
 
     Tensors, arrays, bytes, numbers and lists of them come back as such; an image stays a tensor.

@@ -10,7 +10,7 @@ from pardata.environment._logger import flush_output, get_logger
 _log = get_logger(__name__)
 
 
-class Background:
+class BackgroundTask:
     """Runs `work` in a thread, for which the interpreter waits at its end.
 
     An error is raised by `check`; a process that ends before it has asked ends with status 1. In a

@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from pardata._validation import check_bool, check_int, local_path, plain_number
 from pardata.checkpoint import _dcp as shards
-from pardata.checkpoint._background_task import Background
-from pardata.checkpoint._directory import Folder
+from pardata.checkpoint._background_task import BackgroundTask
+from pardata.checkpoint._directory import CheckpointDirectory
 from pardata.checkpoint._manifest import STATE, Record, save
-from pardata.checkpoint._restore import Likes, Restored, likes_of, newest
-from pardata.checkpoint._retention import Retention, names
+from pardata.checkpoint._restore import Restored, Templates, load_latest, sharding_templates
+from pardata.checkpoint._retention import Retention, checkpoint_names
 from pardata.checkpoint._snapshot import Snapshot, check_stateful
 from pardata.collectives._all_gather import gather_to_rank_zero
 from pardata.collectives._barrier import rank_zero_call
@@ -85,8 +85,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         # What must be the same on all ranks, else they would write to different places.
         self._options = {"directory": str(self._directory), "asynchronous": asynchronous}
         self._options |= {"keep": plain_number(keep), "keep_best": keep_best}
-        self._folder = Folder(self._directory, self._retention)
-        self._background: Background | None = None
+        self._folder = CheckpointDirectory(self._directory, self._retention)
+        self._background: BackgroundTask | None = None
         self._group: Any = None  # the group of messages in the background
 
     def save(self, step: int, *, per_rank: Mapping[str, Any] | None = None, **objects: Any) -> None:
@@ -172,18 +172,18 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         """
         here = require_world("Checkpointer.restore")
         self.wait()
-        at, likes = plain_number(at), Likes()
+        at, likes = plain_number(at), Templates()
 
         def describe() -> dict[str, object]:
             if at is not None:
                 check_int("at", at, least=0)
             check_stateful(objects)
-            likes.update(likes_of(objects))
+            likes.update(sharding_templates(objects))
             return {**self._options, "at": at, "objects": list(objects)}
 
         differ = partial(raise_if_different, "Checkpointer.restore", cure=_CURE)
         exchange(store_client(), "Checkpointer.restore", describe, differ)
-        if (found := newest(here, self._directory, at)) is not None:
+        if (found := load_latest(here, self._directory, at)) is not None:
             return found.apply(here, objects, likes)
         _log.info("there is no checkpoint in %s: the run starts from step 0", self._directory)
         return Restored()
@@ -192,7 +192,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         """Return the steps of which there are checkpoints, in order. Collective."""
         require_world("Checkpointer.steps")
         self.wait()
-        return sorted({name.step for name in rank_zero_call(names, self._directory)})
+        return sorted({name.step for name in rank_zero_call(checkpoint_names, self._directory)})
 
     def wait(self) -> None:
         """Wait for the last asynchronous save, and raise its error on every rank. Collective."""
@@ -228,7 +228,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
 
         work = partial(self._folder.finish, {"step": step, **taken.facts}, write)
         if self._asynchronous:
-            self._background = Background(
+            self._background = BackgroundTask(
                 work if here.is_main else write, f"the checkpoint of step {step}"
             )
             return

@@ -22,12 +22,12 @@ from pardata.checkpoint._manifest import Record, record_of, save
 from pardata.collectives._all_gather import gather_to_rank_zero
 from pardata.environment._world import World
 
-OWN = "rank-{:05d}.pt"  # what a rank has of its own
+PER_RANK_FILE = "rank-{:05d}.pt"  # what a rank has of its own
 
 _FOLDER = "sharded"
 
 
-def placed(leaf: Any, like: Any) -> Any:
+def shard_like(leaf: Any, like: Any) -> Any:
     """Return a tensor sharded like the parameter to which it belongs, if both have one shape."""
     if not isinstance(leaf, Tensor) or like is None or leaf.shape != like.shape:
         return leaf
@@ -60,7 +60,7 @@ def write(
         import torch.distributed.checkpoint as dcp  # noqa: PLC0415  # slow to import
 
         tensors: dict[str, Any] = {str(at): part for at, part in parts.items()}
-        with _failures_as_errors():
+        with _failures_as_os_errors():
             dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), process_group=group)
     try:
         if parts and here.is_main:
@@ -72,7 +72,7 @@ def write(
         for path in folder.glob(f"__{here.rank}_*"):  # as PyTorch names a rank's
             records[f"{_FOLDER}/{path.name}"] = record_of(path)
         if own:
-            name = OWN.format(here.rank)
+            name = PER_RANK_FILE.format(here.rank)
             records[name] = save(own, checkpoint / name)
     except Exception as error:  # noqa: BLE001  # whatever it is, rank 0 waits for this one
         why = f"rank {here.rank}: {error!r}"
@@ -95,14 +95,14 @@ def read(path: Path, metadata: Any, targets: Mapping[KeyPath, Any]) -> dict[KeyP
 
     stored = metadata.state_dict_metadata
     tensors = {str(at): _empty(stored[str(at)], target) for at, target in targets.items()}
-    with _failures_as_errors(), warnings.catch_warnings():
+    with _failures_as_os_errors(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is")  # … not there, in one process
         dcp.load(tensors, storage_reader=Reader(path / _FOLDER))
     return {at: tensors[str(at)] for at in targets}
 
 
 @contextmanager
-def _failures_as_errors() -> Iterator[None]:
+def _failures_as_os_errors() -> Iterator[None]:
     """Raise PyTorch's account of which ranks failed, no Exception, as an `OSError`."""
     from torch.distributed.checkpoint.api import CheckpointException  # noqa: PLC0415  # slow to import
 

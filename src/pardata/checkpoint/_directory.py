@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pardata.checkpoint._manifest import Manifest, Record, sync, write_manifest
-from pardata.checkpoint._retention import Name, Retention, names
+from pardata.checkpoint._retention import CheckpointName, Retention, checkpoint_names
 from pardata.environment._logger import get_logger
 
 _log = get_logger(__name__)
@@ -26,7 +26,7 @@ _OWNER = "owner"
 _UNFINISHED = ".unfinished-"  # begins the name of what is being written, or removed
 
 
-class Folder:
+class CheckpointDirectory:
     """Writes checkpoints into a directory, and removes those that are not to be kept.
 
     Args:
@@ -42,7 +42,7 @@ class Folder:
         self._me = f"process {os.getpid()} on {socket.gethostname()}, since {since}\n{self._token}"
         # One that has been told that it is the older one must not take over by trying again.
         self._has_begun = False
-        self._name = Name(0, 0)  # until the first
+        self._name = CheckpointName(0, 0)  # until the first
         self._began = 0.0
 
     @property
@@ -53,19 +53,20 @@ class Folder:
         """Return the folder where a checkpoint is to be written before it has its name."""
         self._began = time.perf_counter()
         with self._cleaned_after_errors(step):
-            there = names(self._directory)
+            there = checkpoint_names(self._directory)
             if not self._has_begun:
                 self._directory.mkdir(parents=True, exist_ok=True)
                 self._write_owner()
             self._check_owner()
-            left = names(self._directory, _UNFINISHED)  # by one that stopped half-way, or writes
+            # Those of a run that stopped half-way, or still writes.
+            stale = checkpoint_names(self._directory, _UNFINISHED)
             attempt = self._name.attempt
             if attempt == 0 or step <= self._name.step:
                 # A step that comes again is newer than the first one all the same.
-                attempt = 1 + max((name.attempt for name in (*there, *left)), default=0)
-            for name in left:
+                attempt = 1 + max((name.attempt for name in (*there, *stale)), default=0)
+            for name in stale:
                 shutil.rmtree(self._directory / f"{_UNFINISHED}{name}", ignore_errors=True)
-            self._name = Name(attempt, step)
+            self._name = CheckpointName(attempt, step)
             self._unfinished.mkdir()
             return self._unfinished
 
@@ -88,7 +89,7 @@ class Folder:
 
     def _prune(self) -> None:
         self._check_owner()
-        for name in self._retention.outdated(self._directory, names(self._directory)):
+        for name in self._retention.outdated(self._directory, checkpoint_names(self._directory)):
             # Half of it removed must not look like a checkpoint.
             removed = self._directory / f"{_UNFINISHED}{name}"
             with suppress(FileNotFoundError):  # the older run was at it when this one began

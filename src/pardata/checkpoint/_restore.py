@@ -16,7 +16,7 @@ from torch.serialization import safe_globals
 from pardata._pytree import KeyPath, is_custom_container, map_with_path
 from pardata.checkpoint import _dcp as shards
 from pardata.checkpoint._manifest import STATE, UnusableError, verified
-from pardata.checkpoint._retention import candidates
+from pardata.checkpoint._retention import newest_first
 from pardata.collectives._barrier import rank_zero_call
 from pardata.environment._logger import get_logger
 from pardata.environment._world import World, store_client
@@ -33,7 +33,7 @@ _PATIENCE = timedelta(hours=2)  # with the slowest disk
 
 
 # Parameters that are sharded, by where their parts are in states.
-Likes: TypeAlias = dict[KeyPath, Tensor]
+Templates: TypeAlias = dict[KeyPath, Tensor]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Restored:
         return self._is_there
 
 
-class Checkpoint(NamedTuple):
+class LoadedCheckpoint(NamedTuple):
     """A checkpoint that was read.
 
     Attributes:
@@ -74,7 +74,7 @@ class Checkpoint(NamedTuple):
     generators: list[Any]
     metadata: Any = None
 
-    def apply(self, here: World, things: Mapping[str, Any], likes: Likes) -> Restored:
+    def apply(self, here: World, things: Mapping[str, Any], likes: Templates) -> Restored:
         """Give things their states, and return the rest. Collective.
 
         Args:
@@ -129,7 +129,7 @@ class Checkpoint(NamedTuple):
             names = ", ".join(f"`{name}`" for name in lost)
             _log.warning(text, names, processes, here.size, ranks=[0])
 
-    def trees_of(self, things: Mapping[str, Any], values: list[str], likes: Likes) -> Any:
+    def trees_of(self, things: Mapping[str, Any], values: list[str], likes: Templates) -> Any:
         """Return the trees of things and values: weights mapped, the others copied. Collective."""
         names = [*things, *values]
         sharded = [at for at in self.sharded if at[0] in names]
@@ -140,7 +140,7 @@ class Checkpoint(NamedTuple):
         def placed(at: KeyPath, leaf: Any) -> Any:
             if at[0] in modules and str(at[1]).endswith("_extra_state"):
                 return deepcopy(leaf)
-            return tensors[at] if at in tensors else shards.placed(leaf, likes.get(at[:-1]))
+            return tensors[at] if at in tensors else shards.shard_like(leaf, likes.get(at[:-1]))
 
         # Tensors that are one stay one. A module copies its weights, but no extra state.
         modules = [name for name, thing in things.items() if isinstance(thing, nn.Module)]
@@ -149,7 +149,7 @@ class Checkpoint(NamedTuple):
         return map_with_path(trees, placed, is_leaf=is_custom_container)
 
 
-def newest(here: World, directory: Path, at: int | None) -> Checkpoint | None:
+def load_latest(here: World, directory: Path, at: int | None) -> LoadedCheckpoint | None:
     """Read the newest checkpoint that is whole, of step `at` if given, or None. Collective.
 
     Raises:
@@ -158,10 +158,10 @@ def newest(here: World, directory: Path, at: int | None) -> Checkpoint | None:
             rank 0 sees.
     """
     skipped = ""
-    for name in rank_zero_call(candidates, directory, at):
+    for name in rank_zero_call(newest_first, directory, at):
         path = directory / str(name)
         found = _looked_at(here, path, name.step)
-        if isinstance(found, Checkpoint):
+        if isinstance(found, LoadedCheckpoint):
             return found
         skipped += f"\n  {name}: {found}"
         _log.warning("checkpoint %s was skipped because %s", path, found, ranks=[0])
@@ -174,12 +174,12 @@ def newest(here: World, directory: Path, at: int | None) -> Checkpoint | None:
     return None
 
 
-def _looked_at(here: World, path: Path, step: int) -> Checkpoint | str:
+def _looked_at(here: World, path: Path, step: int) -> LoadedCheckpoint | str:
     """Return a checkpoint that is whole, or why it is of no use. Collective.
 
     The ranks share the files to be verified, for a disk is faster than one of them.
     """
-    read: list[Checkpoint] = []
+    read: list[LoadedCheckpoint] = []
 
     def look() -> str | None:
         if not path.exists():
@@ -202,7 +202,7 @@ def _looked_at(here: World, path: Path, step: int) -> Checkpoint | str:
     return exchange(store_client(), "Checkpointer (verifying)", look, judge, _PATIENCE) or read[0]
 
 
-def _read(path: Path, manifest: dict[str, Any], here: World) -> Checkpoint:
+def _read(path: Path, manifest: dict[str, Any], here: World) -> LoadedCheckpoint:
     """Map the file that all ranks read, whose memory those of a node share, and this rank's own."""
     load = partial(torch.load, map_location="cpu", weights_only=True, mmap=True)
     try:
@@ -212,8 +212,8 @@ def _read(path: Path, manifest: dict[str, Any], here: World) -> Checkpoint:
             warnings.filterwarnings("ignore", "Validating sparse tensor")
             contents = load(path / STATE)
             if manifest["per_rank"] and manifest["processes"] == here.size:
-                contents["objects"].update(load(path / shards.OWN.format(here.rank)))
-            return Checkpoint(path, manifest, **contents)
+                contents["objects"].update(load(path / shards.PER_RANK_FILE.format(here.rank)))
+            return LoadedCheckpoint(path, manifest, **contents)
     except Exception as error:  # whatever PyTorch makes of bytes that somebody has made up
         raise UnusableError(
             f"{STATE} cannot be read without running code, or at all ({error})"
@@ -241,9 +241,9 @@ def _load(name: str, thing: Any, tree: Any) -> None:
         ) from error
 
 
-def likes_of(things: Mapping[str, object]) -> Likes:
+def sharding_templates(things: Mapping[str, object]) -> Templates:
     """Return the parameters that are sharded, by where their parts are in the states of things."""
-    likes: Likes = {}
+    likes: Templates = {}
     for name, thing in things.items():
         if isinstance(thing, nn.Module):
             state = unwrap(thing).state_dict().items()

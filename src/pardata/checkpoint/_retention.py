@@ -11,7 +11,7 @@ from pardata._validation import check_int, check_text
 from pardata.checkpoint._manifest import UnusableError, read_manifest
 
 
-class Name(NamedTuple):
+class CheckpointName(NamedTuple):
     """The name of a checkpoint; the newest is the largest."""
 
     attempt: int
@@ -21,14 +21,14 @@ class Name(NamedTuple):
         return f"attempt-{self.attempt:04d}-step-{self.step:09d}"
 
     @classmethod
-    def parse(cls, text: str) -> "Name | None":
+    def parse(cls, text: str) -> "CheckpointName | None":
         """Return the name that was written as `text`, if one was."""
         match = re.fullmatch(r"attempt-(\d{4,})-step-(\d{9,})", text, re.ASCII)
         name = match and cls(int(match[1]), int(match[2]))
         return name if str(name) == text else None
 
 
-def names(directory: Path, prefix: str = "") -> list[Name]:
+def checkpoint_names(directory: Path, prefix: str = "") -> list[CheckpointName]:
     """Return the names of all checkpoints, from the oldest to the newest.
 
     Args:
@@ -39,13 +39,13 @@ def names(directory: Path, prefix: str = "") -> list[Name]:
         entries = [entry.name for entry in directory.iterdir() if entry.name.startswith(prefix)]
     except FileNotFoundError:
         return []
-    return sorted(filter(None, (Name.parse(entry.removeprefix(prefix)) for entry in entries)))
+    return sorted(filter(None, (CheckpointName.parse(e.removeprefix(prefix)) for e in entries)))
 
 
-def candidates(directory: Path, at: int | None) -> list[Name]:
+def newest_first(directory: Path, at: int | None) -> list[CheckpointName]:
     """Return the names of all checkpoints, or those of a step, from the newest to the oldest."""
-    there = names(directory)
-    if not there and Name.parse(directory.name) is not None:
+    there = checkpoint_names(directory)
+    if not there and CheckpointName.parse(directory.name) is not None:
         raise ValueError(
             f"`directory` must be that of all checkpoints of a run, but {directory} is one of "
             f"them: pass {directory.parent}"
@@ -84,14 +84,14 @@ class Retention:
                 f"compares it, but is {value}: pass float(…), or None if it is not known"
             )
 
-    def outdated(self, directory: Path, there: list[Name]) -> list[Name]:
+    def outdated(self, directory: Path, there: list[CheckpointName]) -> list[CheckpointName]:
         """Return which of the checkpoints that are there, from the oldest to the newest, to remove.
 
         Of several that are the best the first is kept.
         """
         kept = set(there[-self._keep :])
         if self._by is not None:
-            known: dict[Name, float] = {}
+            known: dict[CheckpointName, float] = {}
             for name in there:
                 with suppress(UnusableError, OSError):  # unusable, or removed meanwhile
                     value = read_manifest(directory / str(name))["numbers"].get(self._by)

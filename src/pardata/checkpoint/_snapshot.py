@@ -49,7 +49,7 @@ class Snapshot:
         replicas = nn.Module, torch.optim.Optimizer
         same = objects if here.size > 1 else {}
         self._with_bits = {name: not isinstance(thing, replicas) for name, thing in same.items()}
-        self.trees, copies = dict[str, Any](), Copies()
+        self.trees, copies = dict[str, Any](), HostCopies()
         for name, thing in both.items():
             state = thing
             if isinstance(thing, nn.Module):
@@ -121,7 +121,7 @@ def _is_stateful(thing: object) -> bool:
     return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
 
 
-class Copies:
+class HostCopies:
     """Makes copies of tensors, on the CPU: one of those that are one."""
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ def is_text(part: Any) -> bool:
     return is_list(part) and all(isinstance(item, str | bytes) for item in part)
 
 
-def tensors_of(batch: Any, seen: dict[int, Any] | None = None) -> Iterator[Tensor]:
+def iter_tensors(batch: Any, seen: dict[int, Any] | None = None) -> Iterator[Tensor]:
     """Yield every tensor in `batch`, however it is nested, and in the attributes of its objects."""
     seen = {} if seen is None else seen  # what it holds lives on: another might get its number
     for _, leaf in leaves_with_path(batch, is_leaf=lambda part: hasattr(part, "__dict__")):
@@ -33,7 +33,7 @@ def tensors_of(batch: Any, seen: dict[int, Any] | None = None) -> Iterator[Tenso
         if isinstance(leaf, Tensor):
             yield leaf
         else:
-            yield from tensors_of(_inside(leaf), seen)
+            yield from iter_tensors(_inside(leaf), seen)
 
 
 def _inside(part: Any) -> list[Any]:
@@ -48,7 +48,7 @@ def _inside(part: Any) -> list[Any]:
     return held + list(part.values()) if isinstance(part, Mapping) else held
 
 
-def emptied(batch: Any, *, lists_are_columns: bool) -> Any:
+def empty_batch(batch: Any, *, lists_are_columns: bool) -> Any:
     """Return `batch`, of one sample, with none: each tensor cut to ``[:0]``, strings to ``[]``.
 
     Args:
@@ -77,11 +77,11 @@ def emptied(batch: Any, *, lists_are_columns: bool) -> Any:
         )
 
     def is_leaf(part: Any) -> bool:
-        return isinstance(part, Ragged) or is_indivisible(part) or may_be_samples(part)
+        return isinstance(part, Ragged) or is_opaque(part) or may_be_samples(part)
 
     return map_with_path(batch, empty, is_leaf=is_leaf)
 
 
-def is_indivisible(batch: Any) -> bool:
+def is_opaque(batch: Any) -> bool:
     """Whether this looks like a collection, but is text, or a tensor in disguise."""
     return isinstance(batch, PackedSequence) or is_text(batch)

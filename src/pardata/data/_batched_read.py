@@ -15,27 +15,29 @@ from pardata.environment._device import has_streams
 # --- looked at: whether a dataset is still what it was, and where tensors are made
 
 
-def layers(dataset: Any) -> Iterator[Any]:
+def datasets_in(dataset: Any) -> Iterator[Any]:
     """Yield a dataset and those that it is a part, or made, of."""
     yield dataset
     if isinstance(dataset, Subset):
-        yield from layers(dataset.dataset)
+        yield from datasets_in(dataset.dataset)
     elif isinstance(dataset, ConcatDataset):
         for joined in dataset.datasets:
-            yield from layers(joined)
+            yield from datasets_in(joined)
 
 
 def outline(dataset: Any) -> list[Any]:
     """Return what differs once its length, an attribute, or a Subset's indices changed."""
     # By its number, and kept, so that no other object gets that.
-    held = [value for layer in layers(dataset) for value in getattr(layer, "__dict__", {}).values()]
-    picked = (layer.indices for layer in layers(dataset) if isinstance(layer, Subset))
+    held = [
+        value for one in datasets_in(dataset) for value in getattr(one, "__dict__", {}).values()
+    ]
+    picked = (one.indices for one in datasets_in(dataset) if isinstance(one, Subset))
     lists = [[*indices] for indices in picked if isinstance(indices, list)]
     length = None if isinstance(dataset, IterableDataset) else len(dataset)
     return [length, *((id(value), value) for value in held), *lists]
 
 
-def on_cpu() -> AbstractContextManager[Any]:
+def cpu_default_device() -> AbstractContextManager[Any]:
     """Make tensors on the CPU in a block, whatever ``torch.set_default_device`` was told."""
     is_there = torch.empty(0).is_cpu  # a tenth of the time of torch.get_default_device
     return nullcontext() if is_there else torch.device("cpu")
@@ -48,7 +50,7 @@ def on_cpu() -> AbstractContextManager[Any]:
 ReadRows: TypeAlias = Callable[[Tensor], Any]
 
 
-class ReadsBatches(Dataset[Any]):
+class BatchReadable(Dataset[Any]):
     """What can read a whole batch itself: the datasets of `cache_dataset`."""
 
     @abstractmethod
@@ -59,17 +61,17 @@ class ReadsBatches(Dataset[Any]):
         """
 
 
-def whole_batch_reader(dataset: Any) -> ReadRows | None:
+def batch_reader(dataset: Any) -> ReadRows | None:
     """Return what reads a whole batch, or None if there is nothing that could.
 
     Only for datasets whose own way of reading is known: a subclass that has its own is left alone.
     """
     # Partial functions and not closures: a worker that is spawned gets them pickled.
-    if isinstance(dataset, ReadsBatches):
+    if isinstance(dataset, BatchReadable):
         return dataset.read_batch
     if _reads_as(dataset, TensorDataset):
         return partial(_columns, dataset)
-    if _reads_as(dataset, Subset) and (inner := whole_batch_reader(dataset.dataset)) is not None:
+    if _reads_as(dataset, Subset) and (inner := batch_reader(dataset.dataset)) is not None:
         chosen = torch.as_tensor(dataset.indices, dtype=torch.int64, device="cpu")
         return partial(_chosen, inner, chosen)
     return None
@@ -86,7 +88,7 @@ def has_getitems(dataset: object) -> bool:
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
-def rows_of(tensor: Tensor, indices: Tensor) -> Tensor:
+def take_rows(tensor: Tensor, indices: Tensor) -> Tensor:
     """Return ``tensor[indices]``, which takes ten times as long as picking rows from the front."""
     if tensor.device != indices.device:
         # A GPU does not say that an index is out of range: it stops, and the process with it.
@@ -95,7 +97,7 @@ def rows_of(tensor: Tensor, indices: Tensor) -> Tensor:
             indices = indices.pin_memory()  # so that nobody waits for the copy
         indices = indices.to(tensor.device, non_blocking=queued)
     if (signed := _SIGNED.get(tensor.dtype)) is not None:
-        return rows_of(tensor.view(signed), indices).view(tensor.dtype)
+        return take_rows(tensor.view(signed), indices).view(tensor.dtype)
     try:
         return tensor.index_select(0, indices)
     except IndexError:  # negative, or indeed out of range
@@ -110,7 +112,7 @@ def _reads_as(dataset: object, kind: type) -> bool:
 
 def _columns(dataset: TensorDataset, indices: Tensor) -> Any:
     # It is asked for its tensors here, as a worker_init_fn may put others there.
-    return [rows_of(tensor, indices) for tensor in dataset.tensors]
+    return [take_rows(tensor, indices) for tensor in dataset.tensors]
 
 
 def _chosen(inner: ReadRows, chosen: Tensor, indices: Tensor) -> Any:

@@ -9,7 +9,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from pardata._validation import check_bool, check_int, check_map_style
 from pardata.data._held_objects import listed_samples, open_files
-from pardata.data._plan import Plan, share
+from pardata.data._plan import Plan, local_range
 from pardata.data._sample_count import uneven_shares
 from pardata.data._sampler import length_of
 from pardata.data._step_source import DataLoaderOptions, worker_options
@@ -113,7 +113,7 @@ def resolve(given: LoaderConfig) -> ResolvedConfig:
 
     initial, number = exchange(store_client(ranks), "make_loader", facts, decide)
     settings = made[0]
-    _look_at_shares(settings)
+    _warn_of_idle_ranks(settings)
     if given.seed is not None:
         return settings
     return replace(settings, seed=default_seed(initial, number), numbered=(initial, number))
@@ -137,7 +137,7 @@ def _resolved(given: LoaderConfig, here: World, ranks: World) -> ResolvedConfig:
     if unknown := given.options.keys() - DataLoaderOptions.__annotations__.keys():
         raise TypeError(f"make_loader() got an unexpected keyword argument {min(unknown)!r}")
     if given.batch_sampler is not None:
-        _check_alone(given)
+        _check_batch_sampler(given)
     drop_last = bool(given.shuffle) if given.drop_last is None else given.drop_last
     check_bool("drop_last", drop_last)
     for name in _FLAGS:
@@ -177,7 +177,7 @@ def _check_files(given: LoaderConfig, loader: DataLoader[Any]) -> None:
             )
 
 
-def _check_alone(given: LoaderConfig) -> None:
+def _check_batch_sampler(given: LoaderConfig) -> None:
     """Raise where a `batch_sampler` comes with what it replaces."""
     others = {"batch_size": None, "shuffle": False, "sampler": None, "drop_last": None}
     extra = [f"`{name}`" for name, unset in others.items() if getattr(given, name) is not unset]
@@ -263,7 +263,7 @@ def _plan(given: LoaderConfig, ranks: World, *, drop_last: bool) -> Plan:
     return plan
 
 
-def _look_at_shares(settings: ResolvedConfig) -> None:
+def _warn_of_idle_ranks(settings: ResolvedConfig) -> None:
     """Say if nothing is read, or ranks idle; note for training steps that shares are uneven."""
     given, plan = settings.given, settings.plan
     batch_size, ranks = given.batch_size, plan.size
@@ -275,7 +275,7 @@ def _look_at_shares(settings: ResolvedConfig) -> None:
     # Without microbatches a rank gets single samples, at least one.
     count = -(-batch_size // (given.microbatch_size or 1))
     if count < ranks:
-        idle = ", ".join(str(rank) for rank in range(ranks) if not share(count, rank, ranks))
+        idle = ", ".join(str(rank) for rank in range(ranks) if not local_range(count, rank, ranks))
         text = (
             f"a `microbatch_size` of {given.microbatch_size} makes {count} microbatches of "
             f"{batch_size} samples for {ranks} ranks, so that rank(s) {idle} idle: make it smaller"

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from pardata._pytree import KeyPath, map_with_path
-from pardata.data._batch_utils import is_indivisible
-from pardata.data._fetcher import Collation
-from pardata.data._plan import Fetched, GlobalStep
+from pardata.data._batch_utils import is_opaque
+from pardata.data._fetcher import Collator
+from pardata.data._plan import FetchedStep, StepInfo
 from pardata.environment._device import has_streams
 
-Shaped: TypeAlias = Callable[[Fetched], Any]
+Shaped: TypeAlias = Callable[[FetchedStep], Any]
 
 
-class Placement(NamedTuple):
+class DeviceTransfer(NamedTuple):
     """Where batches go, and what is done to them there.
 
     Attributes:
@@ -27,32 +27,32 @@ class Placement(NamedTuple):
 
     device: torch.device
     transform: Callable[[Any], Any] | None
-    collation: Collation
+    collation: Collator
     prefetch: int
     pins: bool = False
 
-    def placed(self, fetched: Fetched) -> list[Any]:
+    def transferred(self, fetched: FetchedStep) -> list[Any]:
         """Return the batches of a step on the device and transformed, one by one."""
         step = fetched.step
         numbered = enumerate(fetched.batches, step.first)
-        return [self._placed(batch, step, number) for number, batch in numbered]
+        return [self._transferred(batch, step, number) for number, batch in numbered]
 
-    def _placed(self, batch: Any, step: GlobalStep, microbatch: int) -> Any:
-        batch = moved(pinned(batch) if self.pins else batch, self.device)
+    def _transferred(self, batch: Any, step: StepInfo, microbatch: int) -> Any:
+        batch = to_device(pin_batch(batch) if self.pins else batch, self.device)
         if self.transform is None:
             return batch
         with self.collation.context_for("batch_transform", step, microbatch, self.device):
-            return self.collation.called("batch_transform", self.transform, batch, step)
+            return self.collation.call("batch_transform", self.transform, batch, step)
 
-    def ahead(self, fetched: Iterator[Fetched], shaped: Shaped) -> Iterator[Any]:
+    def prefetched(self, fetched: Iterator[FetchedStep], shaped: Shaped) -> Iterator[Any]:
         """Yield what `shaped`, which places it, makes of each step; on a GPU ahead of the loop."""
         if not (has_streams(self.device) and self.prefetch):
             # Not `map`: a StopIteration of a user's `to` or `pin_memory` is an error here.
             return (shaped(each) for each in fetched)
-        return _ahead(fetched, shaped, self.device, self.prefetch)
+        return _prefetch(fetched, shaped, self.device, self.prefetch)
 
 
-def moved(batch: Any, device: torch.device) -> Any:
+def to_device(batch: Any, device: torch.device) -> Any:
     """Return `batch` with its tensors on `device`; for a GPU asynchronously, where they are pinned.
 
     An object of another kind is moved by its own ``to``, if it has one.
@@ -64,10 +64,10 @@ def moved(batch: Any, device: torch.device) -> Any:
             return leaf.to(device, non_blocking=has_streams(device))
         return leaf.to(device) if hasattr(leaf, "to") else leaf
 
-    return batch if device.type == "cpu" else map_with_path(batch, move, is_leaf=is_indivisible)
+    return batch if device.type == "cpu" else map_with_path(batch, move, is_leaf=is_opaque)
 
 
-def pinned(batch: Any) -> Any:
+def pin_batch(batch: Any) -> Any:
     """Return `batch` with its tensors in pinned memory, but for those that are on a GPU already.
 
     An object of another kind is pinned by its own ``pin_memory``, if it has one.
@@ -77,18 +77,18 @@ def pinned(batch: Any) -> Any:
         stays = isinstance(leaf, Tensor) and leaf.device.type != "cpu"
         return leaf if stays or not hasattr(leaf, "pin_memory") else leaf.pin_memory()
 
-    return map_with_path(batch, pin, is_leaf=is_indivisible)
+    return map_with_path(batch, pin, is_leaf=is_opaque)
 
 
-def _ahead(
-    fetched: Iterator[Fetched], shaped: Shaped, device: torch.device, count: int
+def _prefetch(
+    fetched: Iterator[FetchedStep], shaped: Shaped, device: torch.device, count: int
 ) -> Iterator[Any]:
     """Shape what is fetched on a stream of its own, `count` steps before they are asked for.
 
     It is fetched on the stream of the loop, whose step may write what a dataset reads.
     """
     stream, of_kind = _side_stream(device), torch.get_device_module(device)
-    ready: deque[tuple[Any, torch.Event, Fetched]] = deque()
+    ready: deque[tuple[Any, torch.Event, FetchedStep]] = deque()
     failed: Exception | None = None
 
     def draw(most: int) -> None:

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
-from pardata.data._batched_read import has_getitems, on_cpu, whole_batch_reader
-from pardata.data._plan import Fetched, GlobalStep
-from pardata.data._sampler import Request, as_list
+from pardata.data._batched_read import batch_reader, cpu_default_device, has_getitems
+from pardata.data._plan import FetchedStep, StepInfo
+from pardata.data._sampler import FetchRequest, as_list
 from pardata.rng import _rng_state as generators
 from pardata.rng._seeds import mix
 from pardata.store._remote_error import RemoteError
@@ -19,7 +19,7 @@ from pardata.store._remote_error import RemoteError
 _LOOKED_AT = 16  # steps at the start of an epoch whose functions must not draw; then one in 16
 
 
-class Collation(NamedTuple):
+class Collator(NamedTuple):
     """How samples become a batch: seeded, collated, and with an error that says where.
 
     Attributes:
@@ -34,17 +34,17 @@ class Collation(NamedTuple):
     microbatches: bool
     rank: int
 
-    def around_reading(self) -> generators.Kept:
+    def fork_rng(self) -> generators.Kept:
         """Return the context in which the samples of a step are read and collated."""
         return generators.Kept(generators.default_generators() if self.reproducible else ())
 
     def context_for(
-        self, user: str, step: GlobalStep, microbatch: int, device: torch.device | None = None
+        self, user: str, step: StepInfo, microbatch: int, device: torch.device | None = None
     ) -> AbstractContextManager[None]:
         """Return the context in which `user` sees one microbatch, or one rank's share.
 
         A `user` is an argument or a method, by its name: each draws other numbers. Without a
-        `device` it is within `around_reading`, which puts the generators back.
+        `device` it is within `fork_rng`, which puts the generators back.
         """
         if not self.reproducible:
             return nullcontext()
@@ -59,22 +59,20 @@ class Collation(NamedTuple):
         return nullcontext()
 
     def batch_of(
-        self, samples: Any, indices: Any, step: GlobalStep, microbatch: int
+        self, samples: Any, indices: Any, step: StepInfo, microbatch: int
     ) -> tuple[Any, int]:
         """Return the batch, and how many samples are None: a ``collate_fn`` leaves those out."""
         if self.collate_fn is None:
             try:
-                with on_cpu():
+                with cpu_default_device():
                     return default_collate(samples), 0
             except Exception as error:  # samples differ, or are of an unknown kind
                 raise self.failed(f"samples {indices} could not be collated", error) from error
         with self.context_for("collate_fn", step, microbatch):
             missing = sum(sample is None for sample in samples)
-            return self.called("collate_fn", self.collate_fn, samples, step), missing
+            return self.call("collate_fn", self.collate_fn, samples, step), missing
 
-    def called(
-        self, user: str, function: Callable[[Any], Any], given: Any, step: GlobalStep
-    ) -> Any:
+    def call(self, user: str, function: Callable[[Any], Any], given: Any, step: StepInfo) -> Any:
         """Return ``function(given)``; say where, if that raises."""
         try:
             return function(given)
@@ -89,21 +87,21 @@ class Collation(NamedTuple):
         return RuntimeError(f"{what} {where}: {type(error).__name__}: {error}")
 
 
-class Reader(Dataset[Any]):
-    """A dataset as the loader's workers see it: asked for a `Request`, it returns batches."""
+class MapFetcher(Dataset[Any]):
+    """A dataset as the loader's workers see it: asked for a `FetchRequest`, it returns batches."""
 
-    def __init__(self, dataset: Any, collation: Collation) -> None:
+    def __init__(self, dataset: Any, collation: Collator) -> None:
         self.dataset, self.collation = dataset, collation
-        self.look_again()
+        self.find_batch_reader()
         self._by_items = has_getitems(dataset)
         self._epoch = -1  # that the dataset was told
 
-    def look_again(self) -> None:
+    def find_batch_reader(self) -> None:
         """Find out how to read whole batches, once the dataset has changed, too."""
         collates = self.collation.collate_fn is not None
-        self._read_whole = None if collates else whole_batch_reader(self.dataset)
+        self._batch_reader = None if collates else batch_reader(self.dataset)
 
-    def __getitem__(self, request: Request) -> Fetched | RemoteError:
+    def __getitem__(self, request: FetchRequest) -> FetchedStep | RemoteError:
         """Return what is asked for; in a worker an error, too, for DataLoader changes its text."""
         try:
             return self._fetched(request)
@@ -112,23 +110,23 @@ class Reader(Dataset[Any]):
                 raise
             return RemoteError.of(error, rank=self.collation.rank, call="a worker of the loader")
 
-    def _fetched(self, request: Request) -> Fetched:
+    def _fetched(self, request: FetchRequest) -> FetchedStep:
         step, asked, positions = request
         if step.epoch != self._epoch and hasattr(self.dataset, "set_epoch"):
             # Here too: a worker has a copy of its own.
-            self.collation.called("set_epoch", self.dataset.set_epoch, step.epoch, step)
+            self.collation.call("set_epoch", self.dataset.set_epoch, step.epoch, step)
         self._epoch = step.epoch
-        if (read := self._read_whole) is not None:
-            batches = [self._got(read, torch.as_tensor(each, device="cpu")) for each in asked]
-            return Fetched(step, batches)
+        if (read := self._batch_reader) is not None:
+            batches = [self._call(read, torch.as_tensor(each, device="cpu")) for each in asked]
+            return FetchedStep(step, batches)
         indices = [as_list(each) for each in asked]
         wanted = zip(count(step.first), indices, positions or indices, strict=False)
-        with self.collation.around_reading():
+        with self.collation.fork_rng():
             found = [self._batch(step, *each) for each in wanted]
-        return Fetched(step, [batch for batch, _ in found], missing=[none for _, none in found])
+        return FetchedStep(step, [batch for batch, _ in found], missing=[none for _, none in found])
 
     def _batch(
-        self, step: GlobalStep, microbatch: int, indices: Sequence[Any], places: Sequence[int]
+        self, step: StepInfo, microbatch: int, indices: Sequence[Any], places: Sequence[int]
     ) -> tuple[Any, int]:
         """Return what ``collate_fn`` makes of the samples at `indices`, and how many are None.
 
@@ -141,11 +139,11 @@ class Reader(Dataset[Any]):
             return samples, 0  # a whole batch: PyTorch's protocol has a list of samples
         return self.collation.batch_of(samples, indices, step, microbatch)
 
-    def _many(self, step: GlobalStep, microbatch: int, indices: Sequence[Any]) -> Any:
+    def _many(self, step: StepInfo, microbatch: int, indices: Sequence[Any]) -> Any:
         """Return what ``__getitems__`` returns, or None, from now on, if it drew for a share."""
-        before = self.collation.around_reading()
+        before = self.collation.fork_rng()
         self.collation.context_for("__getitems__", step, microbatch)  # seeds for a microbatch
-        samples = self._got(self.dataset.__getitems__, indices)
+        samples = self._call(self.dataset.__getitems__, indices)
         # How many numbers a share draws depends on the ranks. One by one each sample has a seed.
         self._by_items = self.collation.microbatches or not before.moved()
         return samples if self._by_items else None
@@ -159,10 +157,10 @@ class Reader(Dataset[Any]):
         for index, seed in zip(indices, seeds, strict=True):
             for generator in seeded:
                 generator.seed(seed)
-            samples.append(self._got(get, index))
+            samples.append(self._call(get, index))
         return samples
 
-    def _got(self, get: Callable[[Any], Any], indices: Any) -> Any:
+    def _call(self, get: Callable[[Any], Any], indices: Any) -> Any:
         """Return ``get(indices)``; say where, if that raises."""
         try:
             return get(indices)

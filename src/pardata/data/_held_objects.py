@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from pardata.data._batched_read import layers
+from pardata.data._batched_read import datasets_in
 from pardata.rng._rng_state import numpy_or_none
 
 _SOME = 1000  # entries of a list that are compared
@@ -21,7 +21,7 @@ _DEEPEST = 5  # attributes, items and entries from the object on
 _HANDLES = {"zipfile": "ZipFile", "tarfile": "TarFile", "sqlite3": "Connection", "h5py": "File"}
 
 
-def own_generators(name: str, holder: Any) -> Iterator[str]:
+def held_generators(name: str, holder: Any) -> Iterator[str]:
     """Yield the path of each generator that an object holds, as ``dataset.transform.rng``."""
     kinds: tuple[Any, ...] = random.Random, torch.Generator
     defaults = {id(torch.default_generator), id(random.random.__self__)}  # type: ignore[attr-defined]  # a method
@@ -53,7 +53,7 @@ def listed_samples(dataset: Any) -> str:
     Of a path it takes the last name, because nodes may have copies of the files.
     """
     lists: list[list[Any]] = []
-    for layer in layers(dataset) if not isinstance(dataset, IterableDataset) else ():
+    for layer in datasets_in(dataset) if not isinstance(dataset, IterableDataset) else ():
         held = [layer, *getattr(layer, "__dict__", {}).values()]
         held += [part for value in held if type(value) is tuple for part in value[:_SOME]]
         for value in held:

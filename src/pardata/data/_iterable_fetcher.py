@@ -12,10 +12,10 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from pardata._pytree import content_hash, leaves_with_path
 from pardata.collectives._fingerprint import CheckedCollective
-from pardata.data._fetcher import Collation
+from pardata.data._fetcher import Collator
 from pardata.data._loader_state import Position
-from pardata.data._plan import Fetched, GlobalStep, Plan, share
-from pardata.data._step_source import Source
+from pardata.data._plan import FetchedStep, Plan, StepInfo, local_range
+from pardata.data._step_source import StepSource
 from pardata.environment._world import store_client
 from pardata.rng._rng_state import kept_generators, seed_generators
 from pardata.rng._seeds import mix
@@ -28,7 +28,7 @@ _HASHED = (torch.Tensor, str, bytes, int, float, complex, type(None))  # by `con
 _NEXT = "the next step of an IterableDataset"
 
 
-class Stream(IterableDataset[Fetched]):
+class IterableFetcher(IterableDataset[FetchedStep]):
     """An iterable dataset as the loader's workers see it: it yields whole steps.
 
     Unless the dataset is `sharded`, every rank reads all of it, here or in one worker, and keeps
@@ -36,7 +36,7 @@ class Stream(IterableDataset[Fetched]):
     each rank and worker, samples that no other yields: they are batched as they come.
     """
 
-    def __init__(self, dataset: Any, collation: Collation, plan: Plan, *, sharded: bool) -> None:
+    def __init__(self, dataset: Any, collation: Collator, plan: Plan, *, sharded: bool) -> None:
         self.dataset, self.plan, self.is_sharded = dataset, plan, sharded
         # Else the state would be another on each rank.
         self.keeps_place = _has_state(dataset) and not sharded
@@ -45,7 +45,7 @@ class Stream(IterableDataset[Fetched]):
         self._start = torch.zeros(2, dtype=torch.int64, device="cpu").share_memory_()
         self._state: Any = None
 
-    def start_at(self, epoch: int, delivered: int, state: Any) -> None:
+    def seek(self, epoch: int, delivered: int, state: Any) -> None:
         """Let the next ``iter()`` begin with this epoch; or within it, if there is a `state`.
 
         The dataset had it after so many samples. Only workers that start now get it.
@@ -61,14 +61,14 @@ class Stream(IterableDataset[Fetched]):
                 raise
             yield RemoteError.of(error, rank=self.plan.rank, call="a worker of the loader")
 
-    def _steps(self, epoch: int, delivered: int) -> Iterator[Fetched]:
+    def _steps(self, epoch: int, delivered: int) -> Iterator[FetchedStep]:
         """Yield the steps after those delivered; of a sharded dataset those of this worker."""
         plan, rows = self.plan, self.plan.batch_size
         worker, workers, reader = 0, 1, tuple[int, ...]()
         if self.is_sharded:
             info = get_worker_info()
             worker, workers = (info.id, info.num_workers) if info else (0, 1)
-            rows = len(share(plan.batch_size, plan.rank, plan.size))
+            rows = len(local_range(plan.batch_size, plan.rank, plan.size))
             # A worker of its own seed, as the dataset is to yield other samples in each.
             reader = plan.rank, worker
         if delivered % rows:  # an incomplete batch is the last one
@@ -83,9 +83,9 @@ class Stream(IterableDataset[Fetched]):
             if self.is_sharded:
                 # It knows only how many samples the whole step should have.
                 runs = [range(len(read))]
-                step = GlobalStep(epoch, number, 0, len(read), plan.batch_size)
+                step = StepInfo(epoch, number, 0, len(read), plan.batch_size)
             else:
-                step, runs = plan.share_of(len(read), epoch, number)
+                step, runs = plan.local_ranges(len(read), epoch, number)
             yield self._fetched(step, runs, read, digest)
 
     def _beginning(self, read: list[Any]) -> str:
@@ -99,17 +99,17 @@ class Stream(IterableDataset[Fetched]):
         return content_hash(ends) + (f" of rank {self.plan.rank}" if apart else "")
 
     def _fetched(
-        self, step: GlobalStep, runs: list[range], read: list[Any], digest: str
-    ) -> Fetched:
+        self, step: StepInfo, runs: list[range], read: list[Any], digest: str
+    ) -> FetchedStep:
         # A copy, as the dataset may change its own; in a tuple, see `Position`.
         state = (deepcopy(self.dataset.state_dict()),) if self.keeps_place else None
         first, collated = step.number * self.plan.batch_size, []
-        with self.collation.around_reading():
+        with self.collation.fork_rng():
             for number, run in enumerate(runs, step.first):
                 samples, indices = [read[i] for i in run], [first + i for i in run]
                 collated.append(self.collation.batch_of(samples, indices, step, number))
         batches, missing = map(list, zip(*collated, strict=True))
-        return Fetched(step, batches, digest, state, missing)
+        return FetchedStep(step, batches, digest, state, missing)
 
     def _seeded(self, epoch: int, together: int, *reader: int, first: int = 0) -> Iterator[Any]:
         """Yield the samples, so many `together` under one seed, wherever and by whom they are read.
@@ -147,28 +147,28 @@ def _has_state(dataset: Any) -> bool:
     return False
 
 
-class Streamed(Source):
+class LockstepSource(StepSource):
     """The steps of a stream: they end when all ranks are at their end."""
 
     _has_yielded = False  # in any epoch
 
-    def steps(self, start: Position) -> Iterator[Fetched]:
+    def steps(self, start: Position) -> Iterator[FetchedStep]:
         """Yield the steps after those delivered. Collective, at each step, if there are ranks.
 
         Raises:
             ValueError: the steps that are read again have another number of samples.
             RuntimeError: the epoch has no step, on every rank, although one before had some.
         """
-        stream: Stream = self.reader
+        stream: IterableFetcher = self.reader
         state = start.state if stream.keeps_place else None
         if state is not None:
             self.renew_workers()
-        stream.start_at(start.epoch, start.delivered, state)
-        fetched = self._begun(start.epoch, lambda: iter(stream))
+        stream.seek(start.epoch, start.delivered, state)
+        fetched = self._start_epoch(start.epoch, lambda: iter(stream))
         # One that resumes from its own state does not begin anew.
         again, before = (start.delivered, start.digest) if state is None else (0, None)
         is_alone, number, read = self._ranks.size == 1, 0, 0
-        steps = fetched if is_alone else self._together(fetched, before)
+        steps = fetched if is_alone else self._lockstep(fetched, before)
         for number, current in enumerate(steps, start=1):
             if is_alone and number == 1:
                 self._compare(current, before)
@@ -193,7 +193,7 @@ class Streamed(Source):
                 f"each time, and not one that is used up"
             )
 
-    def _together(self, steps: Iterator[Fetched], before: str | None) -> Iterator[Fetched]:
+    def _lockstep(self, steps: Iterator[FetchedStep], before: str | None) -> Iterator[FetchedStep]:
         """Yield this rank's `steps`. If only others have one left, repeat the last without rows.
 
         Collective: ranks tell each other what they have for the next step while one is computed.
@@ -204,7 +204,7 @@ class Streamed(Source):
         """
         stream = self.reader
         last: Any = None  # no step yet
-        coming = _Coming(steps)
+        coming = _NextStep(steps)
         while True:
             (fewest, most), (_, any_failed) = coming.counts()
             is_over = not most or (not fewest and stream.is_sharded and stream.plan.drop_last)
@@ -217,10 +217,10 @@ class Streamed(Source):
                 self._compare(coming.fetched, before)
             # It has the shape of this rank's last step, without rows. All have a first step.
             last = coming.fetched or last._replace(step=last.step._replace(rows=0))
-            coming = _Coming(steps)
+            coming = _NextStep(steps)
             yield last
 
-    def _compare(self, first: Fetched, before: str | None) -> None:
+    def _compare(self, first: FetchedStep, before: str | None) -> None:
         """Compare how the stream begins with other ranks, and with how it did before. Collective.
 
         Raises:
@@ -256,14 +256,14 @@ class Streamed(Source):
             )
 
 
-class _Coming:
+class _NextStep:
     """The next step of this rank, if there is one, or the error that it ended in.
 
     While the step before runs, ranks vote on how many samples it has: 0 if there is none.
     """
 
-    def __init__(self, steps: Iterator[Fetched]) -> None:
-        self.fetched: Fetched | None = None
+    def __init__(self, steps: Iterator[FetchedStep]) -> None:
+        self.fetched: FetchedStep | None = None
         self._error: Exception | None = None
         try:
             self.fetched = next(steps, None)

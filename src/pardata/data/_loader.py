@@ -8,15 +8,15 @@ from typing import Any, NoReturn, TypeAlias
 from torch.utils.data import Dataset
 
 from pardata._validation import check_int
-from pardata.data._batch_utils import emptied
-from pardata.data._device_prefetch import Placement
-from pardata.data._loader_state import Bookmark, Recipe
+from pardata.data._batch_utils import empty_batch
+from pardata.data._device_prefetch import DeviceTransfer
+from pardata.data._loader_state import EpochCursor, StateSchema
 from pardata.data._microbatches import Microbatches
-from pardata.data._plan import Fetched, GlobalStep, Plan
-from pardata.data._sample_count import Read, delivered
-from pardata.data._sampler import Requests, length_of
-from pardata.data._step_source import Source
-from pardata.data._wait_timer import Clock
+from pardata.data._plan import FetchedStep, Plan, StepInfo
+from pardata.data._sample_count import ReadRecord, delivered
+from pardata.data._sampler import GlobalBatchSampler, length_of
+from pardata.data._step_source import StepSource
+from pardata.data._wait_timer import WaitTimer
 from pardata.environment._logger import get_logger
 
 _log = get_logger(__name__)
@@ -24,7 +24,7 @@ _log = get_logger(__name__)
 _LONG, _LONG_SHARE = 1.0, 0.3  # from so many seconds and this part of an epoch on waiting is long
 _END = (None, None, None)  # no step, and no batch
 
-Parts: TypeAlias = tuple[Recipe, Source, Placement]
+Parts: TypeAlias = tuple[StateSchema, StepSource, DeviceTransfer]
 
 
 class Loader:
@@ -46,16 +46,16 @@ class Loader:
 
     def __init__(self, plan: Plan, parts: Parts, again: Callable[[object], Parts | None]) -> None:
         self._plan, self._with_seed = plan, again
-        self._recipe, self._source, self._placement = parts
+        self._schema, self._source, self._transfer = parts
         self.dataset: Dataset[Any] = self._source.reader.dataset
         self.batch_size: int | None = plan.batch_size or None
-        self._bookmark = Bookmark()
-        self._clock = Clock()
+        self._cursor = EpochCursor()
+        self._clock = WaitTimer()
         self._has_spoken = False
 
     def __len__(self) -> int:
         """Return the number of steps of a whole epoch, the same on every rank."""
-        requests: Requests | None = self._source.requests
+        requests: GlobalBatchSampler | None = self._source.requests
         by, whose, length = "dataset", self.dataset, self._plan.length
         if requests is not None and requests.sampler is not None:
             by, whose, length = requests.name, requests.sampler, length_of(requests.sampler)
@@ -69,7 +69,7 @@ class Loader:
     @property
     def epoch(self) -> int:
         """The epoch in progress, or else the one that the next ``iter()`` will run."""
-        return self._bookmark.epoch
+        return self._cursor.epoch
 
     @property
     def sampler(self) -> NoReturn:
@@ -107,11 +107,11 @@ class Loader:
         []
         """
         count = check_int("count", count, least=0)
-        if 0 < count <= (done := self._bookmark.unused.epoch):
+        if 0 < count <= (done := self._cursor.next_unfinished.epoch):
             text = "epochs(%d) runs nothing: %d are done since the run began; loop over range(%d)"
             _log.warning(text, count, done, count, ranks=[0], once=True)
-        while (start := self._bookmark.unused).epoch < count:
-            with self._bookmark.held(start):
+        while (start := self._cursor.next_unfinished).epoch < count:
+            with self._cursor.pinned_epoch(start):
                 yield start.epoch
 
     def set_epoch(self, epoch: int) -> None:
@@ -119,7 +119,7 @@ class Loader:
 
         After `load_state_dict`, the epoch of that state still runs only its rest.
         """
-        self._bookmark.set_epoch(check_int("epoch", epoch, least=0))
+        self._cursor.set_epoch(check_int("epoch", epoch, least=0))
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the loader is, as a few numbers that are the same on every rank.
@@ -127,13 +127,13 @@ class Loader:
         A step counts as delivered once the loop has its batch: in the body of step k, and after a
         ``break`` there. Batches that were read ahead do not count. Not collective.
         """
-        if self._bookmark.counts_as_done:
+        if self._cursor.counts_as_done:
             text = (
                 "the loop over an epoch was left: a state saved in this body of `epochs` resumes "
                 "in the next epoch; to resume in this one, save before the `break`"
             )
             _log.warning(text, ranks=[0], once=True)
-        return self._recipe.state(self._bookmark.state)
+        return self._schema.state(self._cursor.state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next ``iter()`` resume where `state` was taken, at any world size and at once.
@@ -151,13 +151,13 @@ class Loader:
                 it is no state of a loader.
         """
         seed = state.get("seed") if isinstance(state, Mapping) else None
-        parts = self._recipe, self._source, self._placement
-        if seed != self._recipe.facts["seed"]:
+        parts = self._schema, self._source, self._transfer
+        if seed != self._schema.facts["seed"]:
             parts = self._with_seed(seed) or parts  # those of another loader of this run
         start = parts[0].position(state)
-        self._bookmark.resume_at(start)
-        self._recipe, self._source, self._placement = parts
-        if self._recipe.is_stream and start.delivered and start.state is None:
+        self._cursor.resume_at(start)
+        self._schema, self._source, self._transfer = parts
+        if self._schema.is_stream and start.delivered and start.state is None:
             _log.info("the loader reads %d samples again, to resume after them", start.delivered)
 
     def stats(self) -> dict[str, float]:
@@ -179,13 +179,13 @@ class Loader:
         Raises:
             TypeError: the dataset is an ``IterableDataset``, whose samples have no indices.
         """
-        requests: Requests | None = self._source.requests
+        requests: GlobalBatchSampler | None = self._source.requests
         if requests is None:
             raise TypeError(
                 f"the samples must have indices to be told apart, but those of "
                 f"{type(self.dataset).__name__}, an IterableDataset, have none: hash what you get"
             )
-        return requests.fingerprint(*self._bookmark.now[:2])
+        return requests.fingerprint(*self._cursor.now[:2])
 
     def __iter__(self) -> Iterator[Any]:
         """Run the next epoch, or the rest of the one that was loaded.
@@ -194,22 +194,22 @@ class Loader:
         ``IterableDataset``.
         """
         # Not before: Lightning sets the epoch after iter().
-        bookmark, begun = self._bookmark, self._bookmark.begin()
-        self._clock = clock = Clock()
+        bookmark, begun = self._cursor, self._cursor.begin()
+        self._clock = clock = WaitTimer()
         try:
             fetched = self._source.steps(bookmark.now)
             clock.waited = clock.seconds()  # until the order is drawn, and workers start
-            batches = self._placement.ahead(fetched, self._shaped)
+            batches = self._transfer.prefetched(fetched, self._shaped)
             bookmark.use_up(begun)
             while True:
                 bookmark.check(begun)
-                step, state, batch = clock.next_of(batches, _END)
+                step, state, batch = clock.timed_next(batches, _END)
                 if step is None:
                     break
                 clock.samples += step.samples
                 bookmark.delivered(begun, step.samples, self._source.digest, state)
                 if self._plan.microbatch_size is None:  # else the batch says it itself
-                    delivered.add(batch, Read(step.rows, self._plan.size))
+                    delivered.add(batch, ReadRecord(step.rows, self._plan.size))
                 yield batch
                 del batch  # its memory may serve for the next one, and is still in the cache
             bookmark.finished(begun)
@@ -221,35 +221,35 @@ class Loader:
             begun.is_running = False
             clock.stop()
 
-    def _shaped(self, fetched: Fetched) -> tuple[GlobalStep, Any, Any]:
+    def _shaped(self, fetched: FetchedStep) -> tuple[StepInfo, Any, Any]:
         """Return a step, the dataset's own state after it, and what the loop gets.
 
         That is microbatches, or one batch.
         """
         step = fetched.step
-        batches = self._placement.placed(fetched)
+        batches = self._transfer.transferred(fetched)
         if self._plan.microbatch_size is not None:
             facts: dict[str, Any] = {"epoch": step.epoch, "step": step.number, "first": step.first}
-            facts |= {"counts": self._plan.counts_of(step.samples)}
-            facts |= {"seed": self._recipe.facts["seed"], "size": self._plan.size}
+            facts |= {"counts": self._plan.microbatch_sizes(step.samples)}
+            facts |= {"seed": self._schema.facts["seed"], "size": self._plan.size}
             read = batches if step.rows else ()
             with_missing = zip(read, fetched.missing, strict=False)
             for number, (part, missing) in enumerate(with_missing, step.first):
                 if missing:
                     kept = facts["counts"][number] - missing
-                    delivered.add(part, Read(kept, self._plan.size))
+                    delivered.add(part, ReadRecord(kept, self._plan.size))
             return step, fetched.state, Microbatches(read, **facts, placeholder=batches[0])
         (batch,), missing = batches, sum(fetched.missing)
         if step.rows == 0 or step.samples < self._plan.size:
             # On every rank, so that a batch that cannot be emptied is an error on all of them.
             collate_fn = self._source.reader.collation.collate_fn
-            empty = emptied(batch, lists_are_columns=collate_fn is None)
+            empty = empty_batch(batch, lists_are_columns=collate_fn is None)
             batch = batch if step.rows else empty
         if missing:
             step = step._replace(rows=max(0, step.rows - missing))
         return step, fetched.state, batch
 
-    def _speak_of_waiting(self, clock: Clock) -> None:
+    def _speak_of_waiting(self, clock: WaitTimer) -> None:
         stats = clock.stats()
         is_long = stats["wait_seconds"] >= _LONG and stats["wait_share"] >= _LONG_SHARE
         if self._has_spoken or not is_long:

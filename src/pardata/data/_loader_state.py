@@ -42,17 +42,17 @@ class Pass:
     is_left: bool = False
 
 
-class Bookmark:
+class EpochCursor:
     """Where a loader is. It knows no data: each method is a transition between positions.
 
     Attributes:
         now: what the pass in progress, or the last one, has delivered.
         next: where the next iter() begins.
-        unused: where `epochs` begins, which a look at a batch does not move.
+        next_unfinished: where `epochs` begins, which a look at a batch does not move.
     """
 
     def __init__(self) -> None:
-        self.now = self.next = self.unused = Position(0)
+        self.now = self.next = self.next_unfinished = Position(0)
         self._newest = Pass()
         self._pin: Position | None = None  # in a body of `epochs`: where it began
 
@@ -75,7 +75,7 @@ class Bookmark:
         if self.counts_as_done:
             return Position(self.now.epoch + 1)
         # A second pass in one body of `epochs` changes nothing: its epoch is done.
-        return self.now if self.now.epoch >= self.unused.epoch else self.unused
+        return self.now if self.now.epoch >= self.next_unfinished.epoch else self.next_unfinished
 
     @property
     def _is_set(self) -> bool:
@@ -110,8 +110,8 @@ class Bookmark:
         """Count the epoch as done."""
         self.check(begun)
         if not self._is_set:
-            self.unused = Position(self.now.epoch + 1)
-            self.next = self.unused if self._pin is None else Position(self.now.epoch)
+            self.next_unfinished = Position(self.now.epoch + 1)
+            self.next = self.next_unfinished if self._pin is None else Position(self.now.epoch)
 
     def left(self, begun: Pass) -> None:
         """Take down that the loop over this pass was left."""
@@ -125,7 +125,7 @@ class Bookmark:
 
     def go_to(self, start: Position) -> None:
         """Begin the next pass there."""
-        self.next = self.unused = start
+        self.next = self.next_unfinished = start
         self._newest.is_left = False
         if not self._newest.is_running:
             self.now = start
@@ -136,22 +136,22 @@ class Bookmark:
         self.go_to(start)
 
     @contextmanager
-    def held(self, start: Position) -> Iterator[None]:
+    def pinned_epoch(self, start: Position) -> Iterator[None]:
         """Begin each pass in this block at `start`, and after its end the next epoch."""
         self.go_to(start)
         self._pin = start
         try:
             yield
             # Else it ran to its end, or the body has loaded a state or set an epoch.
-            if self.unused is start:
-                self.unused = Position(start.epoch + 1)
+            if self.next_unfinished is start:
+                self.next_unfinished = Position(start.epoch + 1)
         finally:
             if self._pin is start:  # else another loop has begun: of an error, say, in a notebook
                 self._pin = None
-            self.next = self.unused
+            self.next = self.next_unfinished
 
 
-class Recipe(NamedTuple):
+class StateSchema(NamedTuple):
     """What decides which samples are in which step: it must be the same to resume."""
 
     facts: dict[str, Any]  # JSON-like, by the names of arguments

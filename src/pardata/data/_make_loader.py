@@ -10,14 +10,14 @@ from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from pardata._validation import plain_number
 from pardata.data._config import LoaderConfig, ResolvedConfig, resolve
-from pardata.data._device_prefetch import Placement
-from pardata.data._fetcher import Collation, Reader
-from pardata.data._held_objects import own_generators
-from pardata.data._iterable_fetcher import Stream, Streamed
+from pardata.data._device_prefetch import DeviceTransfer
+from pardata.data._fetcher import Collator, MapFetcher
+from pardata.data._held_objects import held_generators
+from pardata.data._iterable_fetcher import IterableFetcher, LockstepSource
 from pardata.data._loader import Loader, Parts
-from pardata.data._loader_state import Recipe
-from pardata.data._sampler import Requests
-from pardata.data._step_source import DataLoaderOptions, Source
+from pardata.data._loader_state import StateSchema
+from pardata.data._sampler import GlobalBatchSampler
+from pardata.data._step_source import DataLoaderOptions, StepSource
 from pardata.environment._logger import get_logger
 from pardata.rng._seeds import default_seed, take_number
 
@@ -46,7 +46,7 @@ def make_loader(
 ) -> Loader:
     """Return a loader of this rank's share of each *global* batch of `batch_size` samples.
 
-    GlobalStep k of an epoch holds the same samples at every world size. Each rank gets consecutive
+    Step k of an epoch holds the same samples at every world size. Each rank gets consecutive
     samples of it, and the ranks' counts differ by at most one. The loader collates as
     ``DataLoader`` does, and moves each batch to the device. All ranks yield the same number of
     batches. No sample is repeated. Without `shuffle` the loader leaves none out, so an evaluation
@@ -140,24 +140,24 @@ def _parts(settings: ResolvedConfig) -> Parts:
     """Return what the arguments, which have been checked and agreed on, describe."""
     given, ranks, plan, workers = settings.given, settings.ranks, settings.plan, settings.workers
     seeding = settings.seed, given.reproducible, given.microbatch_size is not None
-    collation = Collation(given.collate_fn, *seeding, settings.here.rank)
+    collation = Collator(given.collate_fn, *seeding, settings.here.rank)
     if given.reproducible:
-        _warn_of_own_generators(given)
+        _warn_of_held_generators(given)
     if not isinstance(given.dataset, IterableDataset):
         sampler = given.sampler if given.batch_sampler is None else given.batch_sampler
         to_workers = workers["num_workers"] > 0
-        requests = Requests(plan, ranks, settings.seed, given.shuffle, sampler, to_workers)
-        source = Source(Reader(given.dataset, collation), requests, ranks, workers)
+        order = GlobalBatchSampler(plan, ranks, settings.seed, given.shuffle, sampler, to_workers)
+        source = StepSource(MapFetcher(given.dataset, collation), order, ranks, workers)
     else:
-        stream = Stream(given.dataset, collation, plan, sharded=given.sharded)
-        source = Streamed(stream, None, ranks, workers)
+        stream = IterableFetcher(given.dataset, collation, plan, sharded=given.sharded)
+        source = LockstepSource(stream, None, ranks, workers)
     places = settings.device, given.batch_transform, collation, given.prefetch, settings.pins
-    return _recipe(settings), source, Placement(*places)
+    return _schema(settings), source, DeviceTransfer(*places)
 
 
-def _warn_of_own_generators(given: LoaderConfig) -> None:
+def _warn_of_held_generators(given: LoaderConfig) -> None:
     for name in ("dataset", "collate_fn", "batch_transform"):
-        for path in own_generators(name, getattr(given, name)):
+        for path in held_generators(name, getattr(given, name)):
             text = (
                 "`%s` is a generator that the loader does not seed, so that runs at other sizes "
                 "draw other numbers: draw from the default generators, or pass reproducible=False"
@@ -173,7 +173,7 @@ def _with_seed(settings: ResolvedConfig, seed: Any) -> Parts | None:
     return _parts(replace(settings, seed=seed))
 
 
-def _recipe(settings: ResolvedConfig) -> Recipe:
+def _schema(settings: ResolvedConfig) -> StateSchema:
     given, plan = settings.given, settings.plan
     facts: dict[str, Any] = {"length": plan.length, "batch_size": given.batch_size}
     facts |= {"microbatch_size": given.microbatch_size, "shuffle": given.shuffle}
@@ -185,4 +185,4 @@ def _recipe(settings: ResolvedConfig) -> Recipe:
             facts |= {name: type(drawn_by).__name__, "length": None}
     shards = f"{plan.size} ranks with {settings.workers['num_workers']} workers"
     facts["shards"] = shards if given.sharded else None
-    return Recipe(facts, isinstance(given.dataset, IterableDataset))
+    return StateSchema(facts, isinstance(given.dataset, IterableDataset))

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, overload
 import torch
 
 from pardata._pytree import map_with_path
-from pardata.data._sample_count import samples_of
+from pardata.data._sample_count import num_samples
 from pardata.environment._world import require_world, store_client
 from pardata.store._round import exchange
 
@@ -95,7 +95,7 @@ class Microbatches(Sequence[_T]):
         share, here = tuple(batches), require_world("Microbatches.of")
 
         def state() -> dict[str, Any]:
-            return {"counts": [samples_of(batch) for batch in share], "seed": torch.initial_seed()}
+            return {"counts": [num_samples(batch) for batch in share], "seed": torch.initial_seed()}
 
         def decide(facts: list[dict[str, Any]]) -> tuple[list[int], int]:
             shares = [one["counts"] for one in facts]

@@ -1,6 +1,6 @@
 """Which sample goes where: pure arithmetic, without a process group or a dataset.
 
-N samples, global batch B, world size W. Epoch e has an order of the N samples. GlobalStep k is the
+N samples, global batch B, world size W. Epoch e has an order of the N samples. Step k is the
 positions kB … min((k+1)B, N)-1 of that order, whatever W is; each rank gets a run of them.
 """
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 
-def share(count: int, rank: int, size: int) -> range:
+def local_range(count: int, rank: int, size: int) -> range:
     """Return this rank's run of `count` things; shares differ by at most one.
 
     Two or four ranks have a half or a quarter, as the sum of an exact step is made of halves.
@@ -20,7 +20,7 @@ def share(count: int, rank: int, size: int) -> range:
     return range(-(-rank * count // size), -(-(rank + 1) * count // size))
 
 
-class GlobalStep(NamedTuple):
+class StepInfo(NamedTuple):
     """One step, as one rank sees it."""
 
     epoch: int
@@ -30,10 +30,10 @@ class GlobalStep(NamedTuple):
     samples: int  # samples of the whole step, over all ranks
 
 
-class Fetched(NamedTuple):
+class FetchedStep(NamedTuple):
     """What was read of one step; a named tuple, which ``DataLoader`` pins field by field."""
 
-    step: GlobalStep
+    step: StepInfo
     batches: list[Any]  # one for each microbatch, or that of the whole share
     digest: str = ""  # if a stream: a hash of what its reader read first in this epoch
     state: Any = None  # the dataset's own after this step, if it is a stream that has one
@@ -85,24 +85,24 @@ class Plan:
                 f"{last} of {length}: pass drop_last=True, `microbatch_size` or another batch_size"
             )
 
-    def share_of(
+    def local_ranges(
         self, samples: int, epoch: int = 0, number: int = 0
-    ) -> tuple[GlobalStep, list[range]]:
+    ) -> tuple[StepInfo, list[range]]:
         """Return a step of so many samples, and this rank's runs of them, one a microbatch.
 
         If it has none, it reads a placeholder. That is the step's first microbatch, to be run if
         all ranks must run one, or the first sample, whose shape an empty batch takes.
         """
-        first, runs = 0, [share(samples, self.rank, self.size)]
+        first, runs = 0, [local_range(samples, self.rank, self.size)]
         if (size := self.microbatch_size) is not None:
-            numbers = share(-(-samples // size), self.rank, self.size)
+            numbers = local_range(-(-samples // size), self.rank, self.size)
             first = numbers.start
             runs = [range(samples)[n * size : (n + 1) * size] for n in numbers]
         rows = sum(map(len, runs))
         runs = runs if rows else [range(samples)[: self.microbatch_size or 1]]
-        return GlobalStep(epoch, number, first, rows, samples), runs
+        return StepInfo(epoch, number, first, rows, samples), runs
 
-    def counts_of(self, samples: int) -> tuple[int, ...]:
+    def microbatch_sizes(self, samples: int) -> tuple[int, ...]:
         """Return how many samples each microbatch of a step of so many has, over all ranks."""
         size = self.microbatch_size or samples
         return (size,) * (samples // size) + ((samples % size,) if samples % size else ())

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from pardata._pytree import leaves_with_path
-from pardata.data._batch_utils import is_list, is_text, tensors_of
+from pardata.data._batch_utils import is_list, is_text, iter_tensors
 from pardata.environment._logger import get_logger
 
 _log = get_logger(__name__)
@@ -21,14 +21,14 @@ _log = get_logger(__name__)
 _MOST = 8  # batches that are known by one object, as by the first sample of an in-memory dataset
 
 
-class Read(NamedTuple):
+class ReadRecord(NamedTuple):
     """What a loader knows of a batch: how many samples it has read, and how many ranks share it."""
 
     samples: int
     size: int
 
 
-class Delivered:
+class DeliveredBatches:
     """What loaders have delivered, as long as it lives: a batch is known by what is in it.
 
     Lists and dicts have no weak references, and who takes ``x, y`` out of one makes another. So the
@@ -38,9 +38,9 @@ class Delivered:
     def __init__(self) -> None:
         # By the identity of a column, of each batch that has it: what was read, and whether some of
         # its columns tell it too.
-        self._known: dict[int, tuple[weakref.ref[Any], dict[int, tuple[Read, bool]]]] = {}
+        self._known: dict[int, tuple[weakref.ref[Any], dict[int, tuple[ReadRecord, bool]]]] = {}
 
-    def add(self, batch: Any, read: Read) -> None:
+    def add(self, batch: Any, read: ReadRecord) -> None:
         """Take down what was read for `batch`, which the loop is about to get."""
         key, columns = _key(batch), _columns(batch)
         are_samples = is_list(batch) and len(batch) == read.samples and _are_alike(batch)
@@ -53,7 +53,7 @@ class Delivered:
             if len(batches) > _MOST:
                 del batches[next(iter(batches))]
 
-    def get(self, batch: Any) -> Read | None:
+    def get(self, batch: Any) -> ReadRecord | None:
         """Return what was read for `batch`, if a loader has delivered it, or more columns of it."""
         known = [self._known.get(id(column), (None, {}))[1] for column in _columns(batch)]
         if not known:
@@ -67,7 +67,7 @@ class Delivered:
         return read or next(common, None)
 
 
-delivered = Delivered()
+delivered = DeliveredBatches()
 
 
 def _key(batch: Any) -> int:
@@ -95,7 +95,7 @@ def _first(batch: Any) -> Any:
     return next(candidates, None)
 
 
-def samples_of(batch: Any, read: int | None = None) -> int:
+def num_samples(batch: Any, read: int | None = None) -> int:
     """Return how many samples `batch` has: what was read for it, else rows or items.
 
     It has none if all its tensors are without rows, whatever was read for it.
@@ -137,7 +137,7 @@ def is_empty(batch: Any) -> bool:
     first = _first(batch)
     if isinstance(first, Tensor) and first.numel():
         return False
-    sized = [tensor for tensor in tensors_of(batch) if tensor.ndim]
+    sized = [tensor for tensor in iter_tensors(batch) if tensor.ndim]
     return bool(sized) and not any(map(len, sized))
 
 
@@ -160,7 +160,7 @@ def _shown(batch: Any) -> int | None:
 
 def _agreed(part: Any) -> int | None:
     """Return the rows of all tensors in `part`, if those are equally many."""
-    rows = {len(tensor) for tensor in tensors_of(part) if tensor.ndim}
+    rows = {len(tensor) for tensor in iter_tensors(part) if tensor.ndim}
     return rows.pop() if len(rows) == 1 else None
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from pardata.data._batched_read import on_cpu
+from pardata.data._batched_read import cpu_default_device
 from pardata.data._loader_state import Position
-from pardata.data._plan import GlobalStep, Plan
+from pardata.data._plan import Plan, StepInfo
 from pardata.data._shuffle import Shuffle
 from pardata.environment._world import World, store_client
 from pardata.rng._rng_state import forked_seed
@@ -31,7 +31,7 @@ _MOST = 2**26  # indices of an epoch that a sampler without a length may yield: 
 _AHEAD = 2**14  # positions that are looked up together: what costs is the call
 
 
-class Epoch(NamedTuple):
+class EpochOrder(NamedTuple):
     """The order of one epoch.
 
     Attributes:
@@ -46,7 +46,7 @@ class Epoch(NamedTuple):
     drawn: Sequence[Any] | None = None
     digest: str | None = None
 
-    def look_up(self, runs: list[range]) -> Iterable[Indices]:
+    def indices_at(self, runs: list[range]) -> Iterable[Indices]:
         """Return the indices of the samples at each of these runs of positions."""
         if (drawn := self.drawn) is not None:
             return [list(drawn[run.start : run.stop]) for run in runs]
@@ -58,7 +58,7 @@ class Epoch(NamedTuple):
         return list(indices.split([len(run) for run in runs]))
 
 
-class Request(NamedTuple):
+class FetchRequest(NamedTuple):
     """What one rank reads for one step: the indices of each microbatch, or of its whole share.
 
     Attributes:
@@ -66,13 +66,13 @@ class Request(NamedTuple):
             random numbers of its own.
     """
 
-    step: GlobalStep
+    step: StepInfo
     indices: list[Indices]
     positions: list[range] | None
 
 
 @dataclass(eq=False)
-class Requests(Sampler[Request]):
+class GlobalBatchSampler(Sampler[FetchRequest]):
     """In which order an epoch goes through the dataset; yields what this rank reads of it.
 
     For each step of an epoch, from some step on.
@@ -91,10 +91,10 @@ class Requests(Sampler[Request]):
     shuffle: bool
     sampler: Any
     to_workers: bool
-    epoch: Epoch = field(init=False)
+    epoch: EpochOrder = field(init=False)
     _looks_twice: bool = field(default=True, init=False)  # at its first epoch
 
-    def start_at(self, start: Position) -> None:
+    def seek(self, start: Position) -> None:
         """Let the next ``iter()`` begin there.
 
         Collective, if a sampler draws the order.
@@ -118,26 +118,26 @@ class Requests(Sampler[Request]):
                 f"{start.epoch} has another now: make it of the same data and arguments"
             )
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[FetchRequest]:
         plan, steps = self.plan, self.epoch.steps
-        shares: dict[int, tuple[GlobalStep, list[range]]] = {}  # by how many samples a step has
+        shares: dict[int, tuple[StepInfo, list[range]]] = {}  # by how many samples a step has
         together = max(1, _AHEAD * plan.size // (plan.batch_size or _AHEAD))
         for start in range(self._first, len(steps), together):
             requested = []
             for number in range(start, min(start + together, len(steps))):
                 positions = steps[number]
                 if (samples := len(positions)) not in shares:
-                    shares[samples] = plan.share_of(samples)
+                    shares[samples] = plan.local_ranges(samples)
                 step, runs = shares[samples]
-                step = GlobalStep(self._number, number, *step[2:])  # _replace takes twice as long
+                step = StepInfo(self._number, number, *step[2:])  # _replace takes twice as long
                 requested.append((step, [positions[run.start : run.stop] for run in runs]))
-            indices = iter(self.epoch.look_up([run for _, runs in requested for run in runs]))
+            indices = iter(self.epoch.indices_at([run for _, runs in requested for run in runs]))
             if self.to_workers:
                 # A tensor would cross as shared memory: a file and a system call each.
                 indices = map(as_list, indices)
             for step, runs in requested:
                 drawn_at = None if self.sampler is None else runs
-                yield Request(step, list(islice(indices, len(runs))), drawn_at)
+                yield FetchRequest(step, list(islice(indices, len(runs))), drawn_at)
 
     def fingerprint(self, epoch: int, delivered: int) -> str:
         """Return a hash of the indices at the first `delivered` positions of this epoch."""
@@ -146,7 +146,7 @@ class Requests(Sampler[Request]):
         length = self.plan.length if order.drawn is None else len(order.drawn)
         digest = hashlib.sha256(f"{length}:".encode())
         for start in range(0, delivered, _AHEAD):
-            (indices,) = order.look_up([range(start, min(start + _AHEAD, delivered))])
+            (indices,) = order.indices_at([range(start, min(start + _AHEAD, delivered))])
             digest.update("".join(f"{index}," for index in as_list(indices)).encode())
         return digest.hexdigest()
 
@@ -155,7 +155,7 @@ class Requests(Sampler[Request]):
         """The argument that the sampler was given as."""
         return "sampler" if self.plan.batch_size else "batch_sampler"
 
-    def _of_epoch(self, epoch: int) -> Epoch:
+    def _of_epoch(self, epoch: int) -> EpochOrder:
         """Return the order of this epoch.
 
         With a sampler this is collective: it may be of the user's making, so the ranks compare.
@@ -163,28 +163,28 @@ class Requests(Sampler[Request]):
         if self.sampler is None:
             key = mix(self.seed, epoch)
             shuffle = Shuffle(self.plan.length or 0, key) if self.shuffle else None
-            return Epoch(self.plan, shuffle)
-        drawn, digest = self._drawn(epoch)
+            return EpochOrder(self.plan, shuffle)
+        drawn, digest = self._agreed_order(epoch)
         if self.plan.batch_size:
             # A sampler may be of another length in each epoch.
             plan = replace(self.plan, length=len(drawn))
             plan.check(shuffled=False)
-            return Epoch(plan, None, drawn, digest)
+            return EpochOrder(plan, None, drawn, digest)
         ends = accumulate(map(len, drawn), initial=0)
         steps = [range(*pair) for pair in pairwise(ends)]
-        return Epoch(steps, None, list(chain.from_iterable(drawn)), digest)
+        return EpochOrder(steps, None, list(chain.from_iterable(drawn)), digest)
 
-    def _drawn(self, epoch: int) -> tuple[Sequence[Any], str]:
+    def _agreed_order(self, epoch: int) -> tuple[Sequence[Any], str]:
         """Return what the sampler yields for this epoch, on every rank the same, and a hash."""
         drawn: Sequence[Any] = []
 
         def draw() -> dict[str, object]:
             nonlocal drawn
-            drawn = self._drawn_once(epoch)
+            drawn = self._draw_order(epoch)
             digest = _digest(drawn)
             # PyTorch's samplers without a generator draw from the default ones, perhaps for long.
             looks = self._looks_twice and getattr(self.sampler, "generator", self) is not None
-            if looks and _digest(self._drawn_once(epoch)) != digest:
+            if looks and _digest(self._draw_order(epoch)) != digest:
                 raise ValueError(
                     f"`{self.name}` must yield the same order each time it is read in epoch "
                     f"{epoch}, but {type(self.sampler).__name__} yielded two orders: let its "
@@ -202,13 +202,13 @@ class Requests(Sampler[Request]):
         digest: str = exchange(store_client(self.ranks), "iter(loader) of a sampler", draw, decide)
         return drawn, digest
 
-    def _drawn_once(self, epoch: int) -> Sequence[Any]:
+    def _draw_order(self, epoch: int) -> Sequence[Any]:
         try:
             if hasattr(self.sampler, "set_epoch"):
                 self.sampler.set_epoch(epoch)
             length = length_of(self.sampler)
             most = _MOST if length is None else length
-            with forked_seed(mix(self.seed, epoch)), on_cpu():
+            with forked_seed(mix(self.seed, epoch)), cpu_default_device():
                 drawn = list(islice(self.sampler, most + 1))
         except Exception as error:  # user code: whatever it raises
             what = f"`{self.name}` failed in epoch {epoch} on rank {self.ranks.rank}"

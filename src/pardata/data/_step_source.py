@@ -10,9 +10,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from pardata._validation import check_int
-from pardata.data._batched_read import on_cpu, outline, whole_batch_reader
+from pardata.data._batched_read import batch_reader, cpu_default_device, outline
 from pardata.data._loader_state import Position
-from pardata.data._worker_init import started
+from pardata.data._worker_init import start_workers
 from pardata.environment._device import has_streams
 from pardata.environment._world import World, cpus_per_rank
 from pardata.rng._seeds import mix
@@ -32,7 +32,7 @@ class DataLoaderOptions(TypedDict, total=False):
     persistent_workers: bool | None
 
 
-def choose_workers(num_workers: Any, dataset: Any, here: World) -> int:
+def resolve_num_workers(num_workers: Any, dataset: Any, here: World) -> int:
     """Return how many workers this rank gets, of which "auto" decides from dataset and cores.
 
     Raises:
@@ -40,7 +40,7 @@ def choose_workers(num_workers: Any, dataset: Any, here: World) -> int:
             hand over a tensor.
     """
     if num_workers == "auto":
-        num_workers = 0 if whole_batch_reader(dataset) else min(8, cpus_per_rank(here) - 1)
+        num_workers = 0 if batch_reader(dataset) else min(8, cpus_per_rank(here) - 1)
     number = check_int("num_workers", num_workers, least=0, why=" or 'auto'")
     if number:
         _check_they_can_send()
@@ -51,7 +51,7 @@ def worker_options(
     num_workers: Any, given: DataLoaderOptions, dataset: Any, here: World, device: torch.device
 ) -> tuple[dict[str, Any], bool]:
     """Return the options of the ``DataLoader``, and whether we pin the batches in its place."""
-    number = choose_workers(num_workers, dataset, here)
+    number = resolve_num_workers(num_workers, dataset, here)
     options: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
     if number == 0 and num_workers == "auto":
         # DataLoader refuses these without workers, and "auto" may find none on some ranks only.
@@ -84,7 +84,7 @@ def _check_they_can_send() -> None:
         )
 
 
-class Source:
+class StepSource:
     """Where the steps of an epoch come from: `reader`, which is asked for each of `requests`.
 
     Attributes:
@@ -109,7 +109,7 @@ class Source:
                 self.reader,
                 batch_size=None,  # what is read of a step is a batch already
                 sampler=self.requests,
-                collate_fn=_as_it_is,
+                collate_fn=_identity,
                 generator=torch.Generator(),
                 **self._options,
             )
@@ -122,24 +122,24 @@ class Source:
                 f"`dataset` must keep the {had} samples that it had when its loader was made, but "
                 f"has {length}: make a new loader, or pass a `sampler`, whose length may change"
             )
-        self.requests.start_at(start)
+        self.requests.seek(start)
         self.digest = self.requests.epoch.digest
-        return self._begun(start.epoch, lambda: map(self.reader.__getitem__, self.requests))
+        return self._start_epoch(start.epoch, lambda: map(self.reader.__getitem__, self.requests))
 
-    def _begun(self, epoch: int, here: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    def _start_epoch(self, epoch: int, here: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Return what is read of this epoch, `here` without workers; those begin at once."""
         if (outline_now := outline(self.reader.dataset)) != self._outline:
             self._outline = outline_now  # workers that live on have copies of what it was
             if self.requests is not None:
-                self.reader.look_again()
+                self.reader.find_batch_reader()
             self.renew_workers()
         if self.workers is None:
             return here()
         # DataLoader draws its workers' seed from this, and leaves the user's generator alone.
         seed = self.reader.collation.seed
         self.workers.generator.manual_seed(mix(seed, epoch, self._ranks.rank))
-        with on_cpu():  # where DataLoader draws the seed of its workers
-            return map(_or_raise, started(self.workers, self._options.get("worker_init_fn")))
+        with cpu_default_device():  # where DataLoader draws the seed of its workers
+            return map(_or_raise, start_workers(self.workers, self._options.get("worker_init_fn")))
 
 
 def _or_raise(fetched: Any) -> Any:
@@ -149,5 +149,5 @@ def _or_raise(fetched: Any) -> Any:
     return fetched
 
 
-def _as_it_is(fetched: Any) -> Any:
+def _identity(fetched: Any) -> Any:
     return fetched

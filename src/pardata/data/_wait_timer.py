@@ -8,7 +8,7 @@ from typing import Any
 from pardata.store._current_op import LOADER, current_op
 
 
-class Clock:
+class WaitTimer:
     """Two readings of the clock a batch: how long the loop waited, of how long it ran."""
 
     def __init__(self) -> None:
@@ -16,7 +16,7 @@ class Clock:
         self._end: float | None = None
         self.samples, self.waited = 0, 0.0
 
-    def next_of(self, batches: Iterator[Any], end: Any) -> Any:
+    def timed_next(self, batches: Iterator[Any], end: Any) -> Any:
         """Return the next batch, whose step comes first in it, or `end`."""
         asked, before, batch = self.seconds(), current_op.push(LOADER), end
         try:

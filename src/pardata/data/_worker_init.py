@@ -34,7 +34,7 @@ def _end_workers(processes: set[BaseProcess], pipe: tuple[Connection, Connection
         pipe[1].send_bytes(b"end")  # no worker reads it, so that each one sees it
 
 
-def started(loader: DataLoader[Any], init_fn: Callable[[int], None] | None) -> Iterator[Any]:
+def start_workers(loader: DataLoader[Any], init_fn: Callable[[int], None] | None) -> Iterator[Any]:
     """Return the steps of a loader; workers that start now pass over signals that stop the run.
 
     A launcher sends its signal to all processes, and a handler cannot tell who sent it. So a worker
@@ -45,7 +45,7 @@ def started(loader: DataLoader[Any], init_fn: Callable[[int], None] | None) -> I
         return iter(loader)
     numbers = [int(n) for n in signal.Signals if may_stop(n)]
     pipe = multiprocessing.Pipe(duplex=False)
-    loader.worker_init_fn = partial(begin, init_fn, numbers, pipe[0])
+    loader.worker_init_fn = partial(worker_init, init_fn, numbers, pipe[0])
     method = start_method(loader)
     if method == "forkserver":
         # It blocks these signals too, and the processes that it starts do not.
@@ -69,7 +69,7 @@ def start_method(loader: DataLoader[Any]) -> str:
     return str((loader.multiprocessing_context or multiprocessing).get_start_method())
 
 
-def _end() -> None:
+def _exit_worker() -> None:
     """End a spawned worker as forked ones end: without the end of its interpreter.
 
     There Python takes its handlers back, so that SIGTERM would end the worker after all. It also
@@ -80,7 +80,7 @@ def _end() -> None:
         os._exit(0)
 
 
-def begin(
+def worker_init(
     init_fn: Callable[[int], None] | None, numbers: list[int], reader: Connection, worker: int
 ) -> None:
     """Begin a worker: it passes over these signals, and ends as soon as its rank has ended.
@@ -93,8 +93,8 @@ def begin(
         signal.signal(number, lambda *_: None)  # a worker's own programs would inherit SIG_IGN
         signal.siginterrupt(number, False)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
-    util.Finalize(None, _end, exitpriority=_LAST)
-    threading.Thread(target=_end_if_asked, args=[reader], daemon=True).start()
+    util.Finalize(None, _exit_worker, exitpriority=_LAST)
+    threading.Thread(target=_exit_if_asked, args=[reader], daemon=True).start()
     info: Any = get_worker_info()
     object.__setattr__(info, "dataset", info.dataset.dataset)  # it lets nobody else set anything
     if init_fn is not None:
@@ -105,7 +105,7 @@ def begin(
             raise RuntimeError(text) from error
 
 
-def _end_if_asked(reader: Connection) -> None:
+def _exit_if_asked(reader: Connection) -> None:
     rank: Any = multiprocessing.parent_process()
     wait([rank.sentinel, reader])
     os._exit(0)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pardata.data._batch_utils import tensors_of
+from pardata.data._batch_utils import iter_tensors
 from pardata.model._torch_internals import own_tensors, uncompiled
 
 # ruff: noqa: SLF001  # a torch without `reset_iter_state`, as 2.9: see pytorch/torchtitan#1329
@@ -41,7 +41,7 @@ def shard_again(module: nn.Module, _args: object, output: object) -> None:
     PyTorch leaves that to the backward, which does not come. An optimizer made in between would
     have the whole parameters, and train nothing.
     """
-    if not any(tensor.requires_grad for tensor in tensors_of(output)):
+    if not any(tensor.requires_grad for tensor in iter_tensors(output)):
         reshard(module)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pardata.data._batch_utils import tensors_of
+from pardata.data._batch_utils import iter_tensors
 from pardata.data._sample_count import uneven_shares
 from pardata.model._buffers import broadcast
 from pardata.model._grad_stash import GradientsAside
@@ -71,7 +71,7 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
             compiles = torch.compiler.is_compiling()
             # In the backward: a rank may run a forward alone, but not that.
             if self._has_unequal_buffers():
-                after_backward(() if compiles else tensors_of(output), self._broadcast_buffers)
+                after_backward(() if compiles else iter_tensors(output), self._broadcast_buffers)
             if self._has_gradients_to_compare() and not compiles:
                 self._compare_after_backward(output)
         return output
@@ -91,7 +91,7 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
     def _compare_after_backward(self, output: Any) -> None:
         # PyTorch's reducer ends in a callback that the backward has queued by then.
         later = partial(at_end_of_backward, self._compare_gradients)
-        after_backward(tensors_of(output), later, otherwise=False)
+        after_backward(iter_tensors(output), later, otherwise=False)
 
     def _compare_gradients(self) -> None:
         if self._has_gradients_to_compare():  # not yet compared by a backward in between

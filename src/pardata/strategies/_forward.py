@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from pardata._validation import type_with_article
-from pardata.data._batch_utils import tensors_of
+from pardata.data._batch_utils import iter_tensors
 from pardata.strategies._loss_weights import Microbatch, Share
 
 
@@ -28,7 +28,7 @@ def forward_of(model: nn.Module, *, keeps: bool) -> Iterator[list[Tensor]]:
         nonlocal ran
         if torch.is_grad_enabled():
             ran = True
-            outputs.extend(tensors_of(output) if keeps else ())
+            outputs.extend(iter_tensors(output) if keeps else ())
 
     hook = model.register_forward_hook(note)
     try:

@@ -18,9 +18,9 @@ from pardata.collectives._fingerprint import (
     fingerprint_slots,
     fingerprints_match,
 )
-from pardata.data._batch_utils import tensors_of
+from pardata.data._batch_utils import iter_tensors
 from pardata.data._microbatches import Microbatches
-from pardata.data._sample_count import delivered, samples_of
+from pardata.data._sample_count import delivered, num_samples
 from pardata.environment._device import widest_float_dtype
 from pardata.environment._logger import get_logger
 from pardata.environment._world import cpu_group_and_device, world
@@ -81,7 +81,7 @@ class StepCounts:
 
     def _ask(self) -> dict[tuple[str, ...], float]:
         """Call `count`; return a number for each name, which ranks must have in common."""
-        rows = [self._ask_for(data, partial(samples_of, data, read)) for data, read in self._pairs]
+        rows = [self._ask_for(data, partial(num_samples, data, read)) for data, read in self._pairs]
         is_shown = rows or self._placeholder is None
         for row in (shown := rows if is_shown else [self._ask_for(self._placeholder, int)]):
             if row.keys() != shown[0].keys() or len(row) > _MOST_TERMS + 1:
@@ -129,7 +129,7 @@ class StepCounts:
             if replicas.adds_in_order and replicas.size > 1 and fractions:
                 totals = self._in_order(numbers, step_size)
             positive(totals[0])
-            if self._count is samples_of:
+            if self._count is num_samples:
                 vars(replicas.layer)[_USUAL] = totals[0]
             return dict(zip(self._names, totals, strict=True))
 
@@ -146,7 +146,7 @@ class StepCounts:
         own = [math.fsum(column) for column in zip(*table, strict=True)] or [0.0] * len(self._names)
         own.insert(0, sum(not float(number).is_integer() for row in table for number in row))
         # Without a `count` this is a model's first step: do all ranks have the same samples?
-        if self._count is samples_of:
+        if self._count is num_samples:
             own += fingerprint_slots(_beginning(self._pairs[0][0], replicas), replicas.size)
         if matching is not None:
             return matching.start(own)
@@ -177,7 +177,7 @@ def _beginning(batch: Any, replicas: Replicas) -> str:
     """
     with suppress(Exception):  # tensors may be of any kind, and this is advice: no rank fails
         known = delivered.get(batch)
-        first_rows = [x[:8] for x in tensors_of(batch) if x.ndim]
+        first_rows = [x[:8] for x in iter_tensors(batch) if x.ndim]
         if first_rows and (known is None or known.size != replicas.size):
             return content_hash(first_rows)
     return f"of rank {dist.get_rank()}"
@@ -252,7 +252,7 @@ class Share(NamedTuple):
         held = batch[:]
         planned = [batch.counts[number] for number in batch.numbers]
         if count is None:
-            counts = [*map(samples_of, held, planned)]
+            counts = [*map(num_samples, held, planned)]
             totals = _known(sum(counts if replicas.size == 1 else batch.counts))
             own = list(map(Microbatch, held, counts, batch.numbers))
         else:
@@ -278,10 +278,10 @@ class Share(NamedTuple):
         usual: float | None = vars(replicas.layer).get(_USUAL)
         if count is None and (replicas.size == 1 or usual is not None):
             # All ranks take the usual number for the sum, and correct the gradients afterwards.
-            own = samples_of(batch)
+            own = num_samples(batch)
             known = _known(own if usual is None or replicas.size == 1 else usual)
             return cls([Microbatch(batch, own, 0)], 1, known)
-        counted = StepCounts(count or samples_of, [batch], [None])
+        counted = StepCounts(count or num_samples, [batch], [None])
         totals = counted.start(replicas, range(1), 1)
         one = Microbatch(batch, counted.rows[0][""], 0, counted.rows[0])
         return cls([one], 1, totals)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from pardata._pytree import KeyPath, keystr, leaves_with_path, map_with_path
 from pardata.collectives._all_reduce import like, shape_text, split_like
 from pardata.collectives._fingerprint import Leaf, fingerprint_slots, fingerprints_match, number_of
-from pardata.data._batch_utils import tensors_of
-from pardata.data._sample_count import samples_of
+from pardata.data._batch_utils import iter_tensors
+from pardata.data._sample_count import num_samples
 from pardata.environment._device import has_streams, widest_float_dtype
 from pardata.environment._world import store_client, world
 from pardata.store._round import exchange, raise_if_different
@@ -284,9 +284,9 @@ def _check_means(found: Mapping[KeyPath, Leaf], microbatch: Any) -> None:
 
     Once another number of samples has shown that a metric is none, its structure is known.
     """
-    rows = {len(tensor) for tensor in tensors_of(microbatch) if tensor.ndim}
+    rows = {len(tensor) for tensor in iter_tensors(microbatch) if tensor.ndim}
     with suppress(TypeError):  # a batch that does not tell
-        rows.add(samples_of(microbatch))
+        rows.add(num_samples(microbatch))
     for path, leaf in found.items():
         shape = leaf.shape if isinstance(leaf, Tensor) else ()
         if shape and shape[0] in rows and tuple(shape) != (1,):

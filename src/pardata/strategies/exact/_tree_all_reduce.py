@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pardata.data._plan import share
+from pardata.data._plan import local_range
 from pardata.environment._world import world
 
 _T = TypeVar("_T")
@@ -83,7 +83,7 @@ def subtrees_of(count: int, size: int) -> tuple[tuple[Span, ...], ...]:
     """
     stacks = [Stack[None](count, lambda _left, _right: None) for _ in range(size)]
     for rank, stack in enumerate(stacks):
-        for number in share(count, rank, size):
+        for number in local_range(count, rank, size):
             stack.push((number, number + 1), None)
     return tuple(tuple(span for span, _ in stack.subtrees) for stack in stacks)
 

@@ -65,7 +65,7 @@ from torch.utils.data import TensorDataset
 
 import pardata
 from pardata.rng._rng_state import forked_torch_seed
-from pardata.strategies._step import SharedStep
+from pardata.strategies._step import DistributedStep
 from pardata.strategies.exact._numerics import probe as probe_of
 
 SECONDS, ALL_SECONDS = 100, 480  # of a check, of all
@@ -357,14 +357,14 @@ def exact(place: Place) -> Findings:
 
 def two_ranks(place: Place) -> Findings:
     """Measure the README's loop in a group of one, and doing what it does for a second rank."""
-    prepare = SharedStep._prepare  # noqa: SLF001  # a group of two needs two GPUs
+    prepare = DistributedStep._prepare  # noqa: SLF001  # a group of two needs two GPUs
 
-    def prepare_for_two(step: SharedStep) -> None:
+    def prepare_for_two(step: DistributedStep) -> None:
         prepare(step)
         step.size = 2
 
     def run_for_two(block: Block, batches: list[Any]) -> None:
-        with patch.object(SharedStep, "_prepare", prepare_for_two):
+        with patch.object(DistributedStep, "_prepare", prepare_for_two):
             block(batches)
 
     measured = {"small MLP": "(1.20; 2.6)", "ResNet-18": "(1.13; 1.16)", "transformer": "(0.99)"}

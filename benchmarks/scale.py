@@ -51,7 +51,7 @@ from pardata.store._current_op import CurrentOp, OpRecord, current_op
 from pardata.store._round import abort_rounds
 from pardata.strategies import _wrap_model
 from pardata.strategies._ddp import DdpStrategy
-from pardata.strategies._strategy import Settings
+from pardata.strategies._strategy import WrapOptions
 
 SIZES = [2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
 PATIENCE = timedelta(minutes=10)
@@ -244,7 +244,7 @@ def transformer() -> nn.Module:
 @contextmanager
 def simulation() -> Iterator[None]:
     """Let each thread be a rank, and leave out what needs PyTorch's group or a rank's own time."""
-    settings = Settings(_world.world(), None, sync_batchnorm=False, options={})
+    settings = WrapOptions(_world.world(), None, sync_batchnorm=False, options={})
     told, result = FACTS(transformer(), "ddp", settings), serialize(4)
     with ExitStack() as stack:
         for where, name, what in (

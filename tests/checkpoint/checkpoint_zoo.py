@@ -66,8 +66,8 @@ class Run:
         return self
 
     def objects(self):
-        checkpoint_names = ("model", "optimizer", "scheduler", "loader")
-        return {name: getattr(self, name) for name in checkpoint_names}
+        names = ("model", "optimizer", "scheduler", "loader")
+        return {name: getattr(self, name) for name in names}
 
     def digest(self):
         """Return a hash of everything; collective where parameters are sharded."""

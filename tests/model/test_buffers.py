@@ -13,8 +13,8 @@ from on_ranks import run
 from torch import nn
 
 from pardata import backward, unwrap, wrap_model
-from pardata.model._buffers import average, real_buffers
-from pardata.model._grad_stash import KeptBuffers
+from pardata.model._buffers import average_buffers, real_buffers
+from pardata.model._grad_stash import BufferSnapshot
 
 
 class Many(nn.Module):
@@ -49,7 +49,7 @@ def test_whatever_was_done_to_buffers_is_undone(fails):
     module = Many()
     held, before = dict(module.named_buffers()), state(module)
     with pytest.raises(KeyError) if fails else nullcontext():  # noqa: SIM117
-        with KeptBuffers(module.modules()):
+        with BufferSnapshot(module.modules()):
             change_all(module)
             if fails:
                 raise KeyError
@@ -72,9 +72,9 @@ def averaged(weights):
     module.short.fill_(rank)
     module.angles = torch.full((2,), complex(rank, -rank))
     module.mask.fill_(rank == 0)
-    average(real_buffers(module).values(), weights[rank], sum(weights))
-    average([], 1, 2)
-    average([torch.tensor([rank])], 1, 2)
+    average_buffers(real_buffers(module).values(), weights[rank], sum(weights))
+    average_buffers([], 1, 2)
+    average_buffers([torch.tensor([rank])], 1, 2)
     return state(module)
 
 
@@ -100,7 +100,9 @@ def constants():
     module.register_buffer("bias", torch.tensor([0.0, -torch.inf, 3e38, 1e-45]))
     before = state(module)
     for _ in range(20):
-        average([buffer.data for buffer in module.buffers()], [1, 7, 2][dist.get_rank()], 10)
+        average_buffers(
+            [buffer.data for buffer in module.buffers()], [1, 7, 2][dist.get_rank()], 10
+        )
     assert all(torch.equal(before[name], now) for name, now in state(module).items())
 
 

@@ -318,8 +318,8 @@ def hidden(strategy, *kinds):
 
 
 HIDDEN = [
-    ((Line, Alike, Net, Net), "[0/2] ReadThroughDDP", ["`device` of Net", "`module` of Net"]),
-    ((Hiding,) * 2, "ReadThroughDP", ["`device_ids` of Hiding", "`gather` of Hiding"]),
+    ((Line, Alike, Net, Net), "[0/2] TransparentDDP", ["`device` of Net", "`module` of Net"]),
+    ((Hiding,) * 2, "TransparentDP", ["`device_ids` of Hiding", "`gather` of Hiding"]),
 ]
 
 

@@ -18,9 +18,9 @@ from torch.utils.data import TensorDataset
 
 import pardata
 from pardata import backward, fingerprint, load_weights, unwrap, world, wrap_model
-from pardata.model._unwrap import Wrapper, layers
+from pardata.model._unwrap import Wrapper, wrapper_chain
 from pardata.strategies.exact._exact import ExactModel
-from pardata.strategies.exact._numerics import kernels
+from pardata.strategies.exact._numerics import numerics_record
 
 ONLY = r"only `pardata.backward` must run a backward, but `\w*\.?{}` got a gradient from another: "
 CPU = torch.device("cpu")
@@ -91,7 +91,7 @@ def test_it_wraps_at_size_1_too_and_reads_and_writes_through():
     assert isinstance(model, ExactModel)
     assert isinstance(model, Wrapper)
     assert unwrap(model) is net
-    assert list(layers(model)) == [model, net]
+    assert list(wrapper_chain(model)) == [model, net]
     assert model.name == "net"
     model.name = "other"
     assert net.name == "other"
@@ -367,7 +367,7 @@ def test_ranks_with_other_kernels_are_refused_when_they_wrap():
 
 def probed(**env):
     code = (
-        "import json, torch; from pardata.strategies.exact._numerics import kernels; "
+        "import json, torch; from pardata.strategies.exact._numerics import numerics_record; "
         "torch.set_num_threads(1); "
         "print(json.dumps(kernels(torch.device('cpu'))))"
     )
@@ -378,7 +378,7 @@ def probed(**env):
 def test_the_probe_sees_kernels_of_other_processors_that_no_version_or_flag_tells():
     others = probed(MKL_CBWR="COMPATIBLE")
     torch.set_num_threads(1)
-    ours = kernels(CPU)
+    ours = numerics_record(CPU)
     differing = [name for name in ours if ours[name] != others[name]]
     assert differing == ["a probe of its arithmetic"]
 
@@ -390,10 +390,10 @@ def test_a_state_dict_records_the_kernels_through_a_file_and_is_otherwise_the_mo
     model = wrap_model(seeded(), "exact")
     state = through_a_file(model.state_dict())
     facts = state._metadata[""]["exact"]
-    assert facts == kernels(CPU)
+    assert facts == numerics_record(CPU)
     assert facts["the processor"] == torch.backends.cpu.get_cpu_capability()
     assert facts["torch"] == torch.__version__
-    assert type(kernels(CPU)["torch"]) is str
+    assert type(numerics_record(CPU)["torch"]) is str
     other = wrap_model(seeded(1), "exact")
     assert other.load_state_dict(state) == ([], [])
     assert fingerprint(other) == fingerprint(model) == fingerprint(unwrap(model))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pardata.data._plan import local_range
-from pardata.strategies.exact._tree_all_reduce import Stack, subtrees_of
+from pardata.strategies.exact._tree_all_reduce import TreeStack, subtrees_by_rank
 
 special = st.sampled_from([0.0, -0.0, math.inf, -math.inf, math.nan, 3e38, -3e38, 1e-45, 1.0])
 numbers = st.one_of(special, st.floats(width=32))
@@ -18,7 +18,7 @@ leaves = st.lists(st.one_of(st.none(), numbers), min_size=1, max_size=70)
 
 
 def stack_of(count):
-    return Stack(count, lambda left, right: left + right)
+    return TreeStack(count, lambda left, right: left + right)
 
 
 def tensor(number):
@@ -32,7 +32,7 @@ def by_ranks(told, size, absent=None):
         own = stack_of(len(told))
         for number in local_range(len(told), rank, size):
             own.push((number, number + 1), tensor(told[number]))
-        expected = subtrees_of(len(told), size)[rank]
+        expected = subtrees_by_rank(len(told), size)[rank]
         assert [span for span, _ in own.subtrees] == list(expected)
         found += own.subtrees
     for span, value in found:
@@ -72,9 +72,9 @@ def test_the_error_of_a_sum_grows_with_the_height_of_the_tree_alone(told):
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_each_of_two_or_four_ranks_has_at_most_one_subtree(size):
     for count in range(1, 300):
-        assert max(map(len, subtrees_of(count, size))) == 1
+        assert max(map(len, subtrees_by_rank(count, size))) == 1
 
 
 def test_pieces_of_other_numbers_of_ranks():
-    assert subtrees_of(6, 3) == (((0, 2),), ((2, 3), (3, 4)), ((4, 5), (5, 6)))
-    assert [len(own) for own in subtrees_of(2, 4)] == [1, 0, 1, 0]
+    assert subtrees_by_rank(6, 3) == (((0, 2),), ((2, 3), (3, 4)), ((4, 5), (5, 6)))
+    assert [len(own) for own in subtrees_by_rank(2, 4)] == [1, 0, 1, 0]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from pardata import Microbatches, backward, make_loader, world, wrap_model
-from pardata.strategies._loss_weights import Replicas, Share
+from pardata.strategies._loss_weights import LossWeights, Replicas
 
 
 def loss_with(count):
@@ -92,7 +92,7 @@ class One(Replicas):
 
 
 class Most(Replicas):
-    size, equally_many = 3, True
+    size, equal_counts = 3, True
 
 
 @pytest.mark.parametrize("replicas", [One(None), Most(None)])
@@ -102,4 +102,4 @@ def test_a_rank_that_must_run_one_and_has_none_at_all_is_told_what_to_give(repli
     with pytest.raises(
         ValueError, match=text + ": give it a placeholder, any microbatch of the step"
     ):
-        Share.of(batch, None, replicas)
+        LossWeights.of(batch, None, replicas)

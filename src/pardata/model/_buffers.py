@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from pardata.environment._device import broadcast_together
 
 
-def broadcast(tensors: Iterable[Tensor], group: Any = None) -> None:
+def broadcast_coalesced(tensors: Iterable[Tensor], group: Any = None) -> None:
     """Set tensors to rank 0's. Collective, in one message for many, as DDP does it."""
     # As bytes, for gloo does not know all dtypes; .data, for autograd may have saved a buffer.
     held = [(tensor.data, tensor.data.contiguous()) for tensor in tensors]
@@ -21,13 +21,13 @@ def broadcast(tensors: Iterable[Tensor], group: Any = None) -> None:
             tensor.copy_(whole)
 
 
-def average(buffers: Collection[Tensor], count: float, total: float | Tensor) -> None:
+def average_buffers(buffers: Collection[Tensor], count: float, total: float | Tensor) -> None:
     """Set buffers to their mean, weighted by each rank's `count`; whole numbers to rank 0's.
 
     Collective, in one message of each of the two kinds.
     """
     floating = [buffer for buffer in buffers if buffer.is_floating_point()]
-    broadcast(buffer for buffer in buffers if not buffer.is_floating_point())
+    broadcast_coalesced(buffer for buffer in buffers if not buffer.is_floating_point())
     if not floating:
         return
     # 0 times NaN is NaN: what does not count is left out.

@@ -6,20 +6,20 @@ import torch
 from torch import Tensor, nn
 
 from pardata.data._batch_utils import iter_tensors
-from pardata.model._torch_internals import own_tensors, uncompiled
+from pardata.model._torch_internals import direct_tensors, uncompiled
 
 # ruff: noqa: SLF001  # a torch without `reset_iter_state`, as 2.9: see pytorch/torchtitan#1329
 
 
 @torch.no_grad()
-def place(module: nn.Module, device: torch.device) -> dict[Tensor, Tensor]:
+def materialize(module: nn.Module, device: torch.device) -> dict[Tensor, Tensor]:
     """Move what is not sharded to a device. What is on the meta device gets memory there.
 
     Return what had to be replaced, and by what: all that share a tensor share the new one, of
     which PyTorch's ``to_empty()`` would make several.
     """
     made: dict[Tensor, Tensor] = {}
-    held = [h for part in module.modules() for h in own_tensors(part)]
+    held = [h for part in module.modules() for h in direct_tensors(part)]
     for own, name, tensor in [(h, name, t) for h in held for name, t in h.items()]:
         if tensor is None or hasattr(tensor, "device_mesh") or tensor.device == device:
             continue
@@ -35,7 +35,7 @@ def place(module: nn.Module, device: torch.device) -> dict[Tensor, Tensor]:
 
 
 @uncompiled
-def shard_again(module: nn.Module, _args: object, output: object) -> None:
+def reshard_hook(module: nn.Module, _args: object, output: object) -> None:
     """Shard what a forward has gathered whose output has no gradient: a forward hook.
 
     PyTorch leaves that to the backward, which does not come. An optimizer made in between would
@@ -52,7 +52,7 @@ def reshard(module: nn.Module) -> None:
         part.reshard()
 
 
-def forget_step(module: Any) -> None:
+def reset_after_error(module: Any) -> None:
     """Drop all gradients, and what else a failed step has left that FSDP would take along."""
     for own in _sharded(module):
         if not hasattr(type(own), "unsharded_accumulated_grad"):  # from torch 2.15 on a property
@@ -82,7 +82,7 @@ def reset_iter_state(module: Any) -> None:
     reshard(module)
 
 
-def unsharded(module: nn.Module) -> list[nn.Parameter]:
+def unsharded_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that autograd knows in place of the sharded ones."""
     return [p._unsharded_param for p in _sharded(module) if hasattr(p, "_unsharded_param")]
 

@@ -6,12 +6,12 @@ from contextlib import AbstractContextManager, suppress
 import torch
 from torch import Tensor, nn
 
-from pardata.model._torch_internals import own_tensors
+from pardata.model._torch_internals import direct_tensors
 
 _Gradient = tuple[nn.Parameter, Tensor]
 
 
-class GradientsAside(AbstractContextManager["GradientsAside"]):
+class StashedGradients(AbstractContextManager["StashedGradients"]):
     """A block that finds no gradients, because none must be reduced again, and adds its own.
 
     If it ends in an error, it leaves those that were there.
@@ -50,7 +50,7 @@ def _add(before: list[_Gradient]) -> None:
             parameter.grad = old.add_(new)
 
 
-class KeptBuffers(AbstractContextManager["KeptBuffers"]):
+class BufferSnapshot(AbstractContextManager["BufferSnapshot"]):
     """A block after which buffers are what they were, the same tensors with their values.
 
     Args:
@@ -58,7 +58,7 @@ class KeptBuffers(AbstractContextManager["KeptBuffers"]):
     """
 
     def __init__(self, parts: Iterable[nn.Module]) -> None:
-        self._held = [(own, dict(own)) for part in parts if (own := own_tensors(part)[1])]
+        self._held = [(own, dict(own)) for part in parts if (own := direct_tensors(part)[1])]
         tensors = [b for _, before in self._held for b in before.values() if b is not None]
         # .data, because autograd may have saved a buffer.
         self._values = [(buffer.data, buffer.data.clone()) for buffer in tensors]

@@ -13,7 +13,7 @@ from torch import nn
 from pardata._validation import type_with_article
 from pardata.environment._world import require_world, store_client
 from pardata.model._torch_internals import set_versions, versions_of
-from pardata.model._unwrap import ShardedModule, Wrapper, layers
+from pardata.model._unwrap import ShardedModule, Wrapper, wrapper_chain
 from pardata.store._round import exchange
 
 # What wrappers put into the names of parameters.
@@ -29,9 +29,9 @@ class LoadedKeys(NamedTuple):
     unexpected_keys: list[str]
 
 
-def load_whole(model: nn.Module, given: object, *, strict: bool, assign: bool) -> LoadedKeys:
+def load_full(model: nn.Module, given: object, *, strict: bool, assign: bool) -> LoadedKeys:
     """Load into the module inside `model`, of which this rank has all, or a part."""
-    *wrapped, plain = layers(model)
+    *wrapped, plain = wrapper_chain(model)
     if assign and (wrapped or isinstance(plain, ShardedModule)):
         raise ValueError(NO_ASSIGN)
     state = _read_state(given)
@@ -43,15 +43,15 @@ def load_whole(model: nn.Module, given: object, *, strict: bool, assign: bool) -
 
 
 def load_sharded(model: nn.Module, given: object, *, strict: bool, assign: bool) -> LoadedKeys:
-    """Load as `load_whole`, and raise an error of any rank on all, which belong together."""
+    """Load as `load_full`, and raise an error of any rank on all, which belong together."""
     found: list[LoadedKeys] = []
-    load = partial(load_whole, model, given, strict=strict, assign=assign)
+    load = partial(load_full, model, given, strict=strict, assign=assign)
     require_world("load_weights")
     exchange(store_client(), "load_weights", lambda: found.append(load()))
     return found[0]
 
 
-def _part(value: Any, like: Any) -> Any:
+def _shard_like(value: Any, like: Any) -> Any:
     """Return this rank's part of a tensor that a module has sharded, where both have one shape."""
     if not hasattr(like, "device_mesh") or hasattr(value, "device_mesh"):
         return value
@@ -85,23 +85,23 @@ def _renamed(state: Mapping[str, Any], plain: nn.Module) -> dict[str, Any]:
     """Give the entries of `state` the names that `plain` uses, and cut what it has sharded."""
     renamed: OrderedDict[str, Any] = OrderedDict()
     # What may be missing depends on which version of each module wrote `state`.
-    versions = {_core(path): facts for path, facts in versions_of(state).items()}
+    versions = {_strip_wrappers(path): facts for path, facts in versions_of(state).items()}
     paths = [path for path, _ in plain.named_modules()]
-    set_versions(renamed, {path: versions.get(_core(path), {}) for path in paths})
+    set_versions(renamed, {path: versions.get(_strip_wrappers(path), {}) for path in paths})
     own = plain.state_dict()
-    cores = Counter(map(_core, own))
-    partners = {_core(name): name for name in own if cores[_core(name)] == 1}
+    cores = Counter(map(_strip_wrappers, own))
+    partners = {_strip_wrappers(name): name for name in own if cores[_strip_wrappers(name)] == 1}
     for name, value in state.items():
-        partner = name if name in own else partners.get(_core(name), name)
+        partner = name if name in own else partners.get(_strip_wrappers(name), name)
         if partner in renamed:
             raise ValueError(
                 f"`state_or_path` must name each parameter once, but {partner!r} comes twice"
             )
-        renamed[partner] = _part(value, own.get(partner))
+        renamed[partner] = _shard_like(value, own.get(partner))
     return renamed
 
 
-def _core(name: str) -> str:
+def _strip_wrappers(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _PREFIXES)
 
 

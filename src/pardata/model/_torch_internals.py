@@ -1,8 +1,7 @@
 """What ``nn.Module``, autograd and ``torch.compile`` keep under private names.
 
-The methods of modules take four times as long for `walked`. No public one reads or sets the
-versions in a state (pytorch/pytorch#75287). ``torch.compile`` tells of no module how it was
-compiled.
+By public methods `modules_and_parameters` takes four times as long. No public method reads or sets
+the versions in a state (pytorch/pytorch#75287), or says how ``torch.compile`` compiled a module.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -19,7 +18,7 @@ BatchNorm: TypeAlias = _BatchNorm  # the class of them all, which a user may hav
 uncompiled = torch._disable_dynamo
 
 
-def walked(module: nn.Module) -> tuple[list[nn.Module], list[nn.Parameter]]:
+def modules_and_parameters(module: nn.Module) -> tuple[list[nn.Module], list[nn.Parameter]]:
     """Return the parts of a module and their parameters."""
     parts, seen = [module], {module}
     for part in parts:
@@ -31,7 +30,7 @@ def walked(module: nn.Module) -> tuple[list[nn.Module], list[nn.Parameter]]:
 
 
 def parameters_of(module: nn.Module) -> list[nn.Parameter]:
-    return walked(module)[1]
+    return modules_and_parameters(module)[1]
 
 
 def name_of(parameter: Tensor, named: Iterable[tuple[str, Tensor]]) -> str:
@@ -39,7 +38,7 @@ def name_of(parameter: Tensor, named: Iterable[tuple[str, Tensor]]) -> str:
     return next((name for name, one in named if one is parameter), "a former parameter")
 
 
-def own_tensors(part: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+def direct_tensors(part: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return where a module holds its parameters and its buffers, without those of its children."""
     return part._parameters, part._buffers
 
@@ -102,6 +101,6 @@ def has_dynamic_sizes(context: Any) -> bool:
     return getattr(context, "_dynamic", None) is not False
 
 
-def synchronised(module: nn.Module) -> list[nn.Module]:
+def sync_batch_norms(module: nn.Module) -> list[nn.Module]:
     """Return the SyncBatchNorms of a module: each forward of one in training is collective."""
     return [part for part in module.modules() if isinstance(part, nn.SyncBatchNorm)]

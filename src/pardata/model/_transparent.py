@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from pardata.environment._logger import get_logger
-from pardata.model._state_dict import NO_ASSIGN, LoadedKeys, load_whole
+from pardata.model._state_dict import NO_ASSIGN, LoadedKeys, load_full
 from pardata.model._torch_internals import in_backward
 from pardata.model._unwrap import Wrapper, unwrap
 
 _log = get_logger(__name__)
 
 
-class ReadThrough(nn.Module):
+class TransparentWrapper(nn.Module):
     """What the wrappers share. Stands before PyTorch's class in the order of bases."""
 
     module: nn.Module
@@ -93,7 +93,7 @@ class ReadThrough(nn.Module):
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> LoadedKeys:
         """Load as `load_weights` does."""
-        return load_whole(self, state_dict, strict=strict, assign=assign)
+        return load_full(self, state_dict, strict=strict, assign=assign)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kw: Any) -> None:
         # Reached where the wrapper is a child of the module that loads. PyTorch continues to look
@@ -123,7 +123,7 @@ class ReadThrough(nn.Module):
 
 
 @contextmanager  # also used as a decorator
-def refusing_forwards(wrapper: Any, name: str) -> Iterator[None]:
+def forbid_unsynced_forward(wrapper: Any, name: str) -> Iterator[None]:
     """Raise in a block, or a method, that trains parts of a model whose gradients nobody syncs.
 
     Args:

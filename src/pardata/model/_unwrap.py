@@ -50,10 +50,10 @@ def unwrap(model: nn.Module) -> nn.Module:
     True
     """
     check_module(model)
-    return layers(model)[-1]
+    return wrapper_chain(model)[-1]
 
 
-def layers(model: nn.Module) -> list[nn.Module]:
+def wrapper_chain(model: nn.Module) -> list[nn.Module]:
     """Return `model` and, from the outside to the inside, what its wrappers wrap."""
     found = [model]
     while (inner := _inside(found[-1])) is not None:
@@ -63,7 +63,7 @@ def layers(model: nn.Module) -> list[nn.Module]:
 
 def is_parallel(model: nn.Module, *, but_for_sharded_parts: bool = False) -> bool:
     """Whether `model` is, or holds at any depth, a module that a strategy has wrapped."""
-    parts = layers(model)[-1:] if but_for_sharded_parts else model.modules()
+    parts = wrapper_chain(model)[-1:] if but_for_sharded_parts else model.modules()
     is_sharded = any(isinstance(part, ShardedModule) for part in parts)
     return is_sharded or any(map(_is_wrapper, model.modules()))
 

@@ -13,23 +13,23 @@ from pardata.data._microbatches import Microbatches
 from pardata.data._sample_count import is_empty
 from pardata.environment._logger import get_logger
 from pardata.environment._world import is_alone, require_world, world
-from pardata.model._grad_stash import GradientsAside, KeptBuffers
-from pardata.model._torch_internals import parameters_of, synchronised
+from pardata.model._grad_stash import BufferSnapshot, StashedGradients
+from pardata.model._torch_internals import parameters_of, sync_batch_norms
 from pardata.model._unwrap import is_parallel
 from pardata.rng._rng_state import forked_torch_seed, kept_generators
 from pardata.store._current_op import current_op
-from pardata.strategies._forward import add_zeros, checked, forward_of, wide, with_one_loss
-from pardata.strategies._loss_weights import Count, Microbatch, Share, positive
+from pardata.strategies._forward import check_forward, scalar_loss, sum_terms, upcast, zero_backward
+from pardata.strategies._loss_weights import Count, LossWeights, Microbatch, positive
 from pardata.strategies._step import (
     SEEN,
     Step,
-    count_run,
     forbidden_in,
-    known_metrics,
+    mark_drawn,
+    metric_structures,
     microbatch_seed,
 )
 from pardata.strategies._step_metrics import StepMetrics
-from pardata.strategies._wrap_model import strategy_and_layer
+from pardata.strategies._wrap_model import find_strategy
 
 _log = get_logger(__name__)
 
@@ -156,10 +156,10 @@ def backward(
     # What is checked of a model that nobody else trains is checked in its first step.
     is_known = count is None and is_alone() and callable(loss_fn) and model in _trained_alone
     if is_known and (not isinstance(batch, Microbatches) or len(batch) == 1):
-        return _alone(model, loss_fn, batch, scaler)
+        return _single(model, loss_fn, batch, scaler)
     _check_arguments(model, loss_fn)
     step = _step_of(model, batch, scaler)
-    step.share = Share.of(batch, count, step)
+    step.share = LossWeights.of(batch, count, step)
     with explain_comm_errors("backward", batch), step.synchronized():
         for one in step.share.microbatches:
             current_op.heartbeat()
@@ -168,7 +168,7 @@ def backward(
     if type(step) is Step and step.size == 1:
         _trained_alone.add(model)
     means = step.metrics.result()
-    count_run(batch)
+    mark_drawn(batch)
     return means
 
 
@@ -193,30 +193,30 @@ def _check_arguments(model: object, loss_fn: object) -> None:
         )
 
 
-def _alone(model: nn.Module, loss_fn: LossFn, batch: Any, scaler: GradScaler | None) -> Any:
+def _single(model: nn.Module, loss_fn: LossFn, batch: Any, scaler: GradScaler | None) -> Any:
     """Run the only microbatch of a step whose model nobody else trains: it is the global batch."""
     first, microbatch = (batch.first, batch[0]) if isinstance(batch, Microbatches) else (0, batch)
     if is_empty(microbatch):
         positive(0)
-    aside = GradientsAside(parameters_of(model))
+    aside = StashedGradients(parameters_of(model))
     with aside, forked_torch_seed(microbatch_seed(batch, first)):
         with forbidden_in(batch):
             returned = loss_fn(model, microbatch)
         if not isinstance(returned, Tensor):
-            metrics = StepMetrics(known_metrics(model))
+            metrics = StepMetrics(metric_structures(model))
             loss = metrics.add(returned, 1, microbatch)
             metrics.raise_refused()
         else:  # a loss alone is its own mean
-            metrics, loss = None, checked(returned)
+            metrics, loss = None, scalar_loss(returned)
         (loss if scaler is None else scaler.scale(loss)).backward()
-    means = wide(loss.detach()) if metrics is None else metrics.result()
-    count_run(batch)
+    means = upcast(loss.detach()) if metrics is None else metrics.result()
+    mark_drawn(batch)
     return means
 
 
 def _step_of(model: nn.Module, batch: Any, scaler: GradScaler | None) -> Step:
     """Return what a step of `model` does; say or refuse it where nobody synchronises the model."""
-    strategy, layer = strategy_and_layer(model)
+    strategy, layer = find_strategy(model)
     if SEEN not in vars(layer):  # to look for a launcher takes a tenth of a small model's step
         require_world("backward")
     step = strategy.step(model, layer, scaler, batch)
@@ -240,8 +240,8 @@ def _check_batch_norms(step: Step, batch: Any) -> None:
         return
     known = vars(step.layer)  # a walk in each step would cost a small model a hundredth of it
     if _NORMS not in known:
-        known[_NORMS] = bool(synchronised(step.module))
-    if known[_NORMS] and any(norm.training for norm in synchronised(step.module)):
+        known[_NORMS] = bool(sync_batch_norms(step.module))
+    if known[_NORMS] and any(norm.training for norm in sync_batch_norms(step.module)):
         raise ValueError(
             "`batch` must be what a loader without `microbatch_size` yields for a model with "
             "SyncBatchNorm, which takes the statistics of the global batch, but is Microbatches, "
@@ -255,12 +255,12 @@ def _forward(
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the loss of a microbatch, and what the model returned where that is still needed."""
     keeps = not microbatch.count or len(microbatch.counts) > 1
-    with forward_of(model, keeps=keeps) as outputs, step.running():
+    with check_forward(model, keeps=keeps) as outputs, step.running():
         returned = loss_fn(model, microbatch.data)
-    returned = with_one_loss(returned, microbatch, step.share, outputs)
+    returned = sum_terms(returned, microbatch, step.share, outputs)
     loss = step.metrics.add(returned, microbatch.count, microbatch.data)
     step.check(loss)
-    step.share.expected()  # raises on all ranks, before any of them sends
+    step.share.global_total()  # raises on all ranks, before any of them sends
     if microbatch is step.share.microbatches[-1]:
         step.send()
     return loss, outputs
@@ -269,7 +269,7 @@ def _forward(
 def _run(step: Step, model: nn.Module, loss_fn: LossFn, microbatch: Microbatch) -> None:
     """Run forward and backward of a microbatch that counts."""
     loss = _forward(step, model, loss_fn, microbatch)[0]  # the outputs need not live any longer
-    step.run(loss, microbatch.count / step.share.expected())
+    step.backward(loss, microbatch.count / step.share.global_total())
 
 
 def _run_placeholder(
@@ -278,11 +278,11 @@ def _run_placeholder(
     """Run forward and backward for the other ranks' sake, and leave nothing but zeros."""
     module = step.module
     # Statistics over all ranks are made of what counts nothing too, and have a gradient by it.
-    shared = [norm for norm in synchronised(module) if norm.training]
+    shared = [norm for norm in sync_batch_norms(module) if norm.training]
     others = (part for part in module.modules() if part not in shared)
     # The backward too: parts that are checkpointed run again in it.
-    with KeptBuffers(others), kept_generators():
+    with BufferSnapshot(others), kept_generators():
         loss, outputs = _forward(step, model, loss_fn, placeholder)
         if step.scaler is not None:
             step.scaler.scale(loss.detach())  # a scaler must have scaled once
-        add_zeros(outputs, loss, everywhere=not shared)
+        zero_backward(outputs, loss, everywhere=not shared)

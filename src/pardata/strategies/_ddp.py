@@ -12,15 +12,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pardata.data._batch_utils import iter_tensors
 from pardata.data._sample_count import uneven_shares
-from pardata.model._buffers import broadcast
-from pardata.model._grad_stash import GradientsAside
+from pardata.model._buffers import broadcast_coalesced
+from pardata.model._grad_stash import StashedGradients
 from pardata.model._torch_internals import (
     after_backward,
     at_end_of_backward,
     parameters_of,
     uncompiled,
 )
-from pardata.model._transparent import ReadThrough, refusing_forwards
+from pardata.model._transparent import TransparentWrapper, forbid_unsynced_forward
 from pardata.strategies._ddp_reducer import (
     Payload,
     ReducedParameters,
@@ -29,13 +29,13 @@ from pardata.strategies._ddp_reducer import (
     reset_reducer,
 )
 from pardata.strategies._loss_weights import Microbatch
-from pardata.strategies._step import SEEN, SharedStep, forward_aside, model_under_way, under_way
-from pardata.strategies._strategy import Settings, Strategy
+from pardata.strategies._step import SEEN, DistributedStep, active_model, active_step, bare_forward
+from pardata.strategies._strategy import Strategy, WrapOptions
 
 # ruff: noqa: SLF001  # DDP's methods that a subclass may only have under private names, and our own
 
 
-class ReadThroughDDP(ReadThrough, DistributedDataParallel):
+class TransparentDDP(TransparentWrapper, DistributedDataParallel):
     """`DistributedDataParallel` that reads through, with equal buffers after every step."""
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
@@ -52,9 +52,9 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
         PyTorch broadcasts them before the *next* forward, so that healthy ranks differ in between
         and an evaluation communicates. This is the same broadcast, at the other end.
         """
-        trained = model_under_way()
+        trained = active_model()
         if trained not in (None, self):
-            return forward_aside(self.module, *inputs, **kwargs)
+            return bare_forward(self.module, *inputs, **kwargs)
         is_bare = trained is None  # and not called by `backward`
         if is_bare and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._reduced.check(self)
@@ -146,19 +146,19 @@ class ReadThroughDDP(ReadThrough, DistributedDataParallel):
     def _broadcast_buffers(self) -> None:
         ignored = self.parameters_to_ignore
         buffers = (b for name, b in self.module.named_buffers() if name not in ignored)
-        broadcast(buffers, self.process_group)
+        broadcast_coalesced(buffers, self.process_group)
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
         if isinstance(value, MethodType) and value.__self__ is self._inside:
-            return refusing_forwards(self, name)(value)
+            return forbid_unsynced_forward(self, name)(value)
         return value
 
 
-class DdpStep(SharedStep):
+class DdpStep(DistributedStep):
     """Strategy "ddp": every rank runs at least one microbatch, the last of which synchronises."""
 
-    least = 1
+    min_microbatches = 1
     _payload: Payload | None = None
 
     def _prepare(self) -> None:
@@ -169,7 +169,7 @@ class DdpStep(SharedStep):
                 "accumulate"
             )
         super()._prepare()
-        self._reads_through = isinstance(self.layer, ReadThroughDDP)  # not PyTorch's own class
+        self._is_transparent = isinstance(self.layer, TransparentDDP)  # not PyTorch's own class
 
     @contextmanager
     def synchronized(self) -> Iterator[None]:
@@ -180,8 +180,8 @@ class DdpStep(SharedStep):
                 f"wrap_model"
             )
         shares_memory = self.layer.gradient_as_bucket_view
-        aside = GradientsAside(parameters_of(self.module), shares_memory=shares_memory)
-        with aside, under_way(self.layer):
+        aside = StashedGradients(parameters_of(self.module), shares_memory=shares_memory)
+        with aside, active_step(self.layer):
             self._begin()
             try:
                 yield
@@ -192,13 +192,13 @@ class DdpStep(SharedStep):
             finally:
                 if self._payload is not None:
                     self._payload.numbers = None  # a failed step left them
-            if self._reads_through and self.layer._has_unequal_buffers():
+            if self._is_transparent and self.layer._has_unequal_buffers():
                 self.layer._broadcast_buffers()
             self._take_means()
 
     def _begin(self) -> None:
         """Look whether all is reduced that is trained."""
-        if self._reads_through:
+        if self._is_transparent:
             self.layer._reduced.check(self.layer)
         if vars(self.layer).pop("_expects_backward", False) and self.share.most > 1:
             # After a forward that no backward has followed, as of an evaluation without no_grad(),
@@ -218,7 +218,7 @@ class DdpStep(SharedStep):
                 f"not trained (requires_grad_(False)), or pass "
                 f"wrap_model(..., find_unused_parameters=True)"
             ) from error
-        if self._reads_through:
+        if self._is_transparent:
             self.layer._compare_gradients()
         if vars(self.layer).get("_stays_arranged"):
             reset_reducer(self.layer)
@@ -259,9 +259,9 @@ class DdpStrategy(Strategy):
     wrapper = DistributedDataParallel
     takes_devices = True
 
-    def wrap(self, model: nn.Module, settings: Settings) -> nn.Module:
+    def wrap(self, model: nn.Module, settings: WrapOptions) -> nn.Module:
         options = dict(settings.options)
         devices = {parameter.device for parameter in model.parameters()}
         if len(devices) == 1 and (only := devices.pop()).type != "cpu":
             options.setdefault("device_ids", [only])
-        return ReadThroughDDP(model, **options)
+        return TransparentDDP(model, **options)

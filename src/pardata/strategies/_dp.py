@@ -9,11 +9,11 @@ from torch.nn.parallel import DataParallel
 
 from pardata._pytree import leaves_with_path
 from pardata.environment._device import visible_devices
-from pardata.model._transparent import ReadThrough
-from pardata.strategies._strategy import Settings, Strategy
+from pardata.model._transparent import TransparentWrapper
+from pardata.strategies._strategy import Strategy, WrapOptions
 
 
-class ReadThroughDP(ReadThrough, DataParallel[nn.Module]):
+class TransparentDP(TransparentWrapper, DataParallel[nn.Module]):
     """`DataParallel` that reads through, and takes the mean of losses computed inside the model."""
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
@@ -56,7 +56,7 @@ class DpStrategy(Strategy):
     wrapper = DataParallel
     is_collective = needs_group = False
 
-    def check(self, model: nn.Module, settings: Settings) -> None:  # noqa: ARG002  # others look
+    def check(self, model: nn.Module, settings: WrapOptions) -> None:  # noqa: ARG002  # others look
         size, synchronises = settings.here.size, settings.sync_batchnorm
         if size > 1 or synchronises:
             raise ValueError(
@@ -64,12 +64,12 @@ class DpStrategy(Strategy):
                 f"process(es) and sync_batchnorm={synchronises}: use 'ddp', with one for each GPU"
             )
 
-    def device(self, settings: Settings) -> torch.device | str:
+    def device(self, settings: WrapOptions) -> torch.device | str:
         ids = settings.options.get("device_ids")
         # Without a GPU DataParallel ignores device_ids, and runs all the same.
         if settings.device is None and ids and (seen := visible_devices()):
             return torch.device(seen[0].type, ids[0]) if isinstance(ids[0], int) else ids[0]
         return super().device(settings)
 
-    def wrap(self, model: nn.Module, settings: Settings) -> nn.Module:
-        return ReadThroughDP(model, **settings.options)
+    def wrap(self, model: nn.Module, settings: WrapOptions) -> nn.Module:
+        return TransparentDP(model, **settings.options)

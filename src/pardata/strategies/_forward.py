@@ -10,11 +10,11 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from pardata._validation import type_with_article
 from pardata.data._batch_utils import iter_tensors
-from pardata.strategies._loss_weights import Microbatch, Share
+from pardata.strategies._loss_weights import LossWeights, Microbatch
 
 
 @contextmanager
-def forward_of(model: nn.Module, *, keeps: bool) -> Iterator[list[Tensor]]:
+def check_forward(model: nn.Module, *, keeps: bool) -> Iterator[list[Tensor]]:
     """Yield a list of the tensors that training forwards of `model` in this block return.
 
     It is empty unless it `keeps` them.
@@ -42,7 +42,7 @@ def forward_of(model: nn.Module, *, keeps: bool) -> Iterator[list[Tensor]]:
         )
 
 
-def add_zeros(outputs: list[Tensor], loss: Any, *, everywhere: bool) -> None:
+def zero_backward(outputs: list[Tensor], loss: Any, *, everywhere: bool) -> None:
     """Run a backward that adds zeros where that of `loss` would add.
 
     Zeros `everywhere`, or what the backward makes of those that reach `outputs`.
@@ -93,8 +93,8 @@ def _zeros(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     return tuple(None if g is None else torch.zeros_like(g) for g in gradients)
 
 
-def with_one_loss(
-    returned: Any, microbatch: Microbatch, share: Share, outputs: list[Tensor]
+def sum_terms(
+    returned: Any, microbatch: Microbatch, share: LossWeights, outputs: list[Tensor]
 ) -> Any:
     """Return what `loss_fn` returned, where `count` returns a dict with the sum of its terms.
 
@@ -118,9 +118,9 @@ def with_one_loss(
             f"`loss_fn` must return a dict of losses for the names that `count` returns, "
             f"{[*totals]}, but returned {shown}: return the mean of each term under its name"
         )
-    losses = {name: checked(terms[name]) for name in totals}
+    losses = {name: scalar_loss(terms[name]) for name in totals}
     if microbatch.count:
-        part, own = microbatch.count / share.expected(), microbatch.counts
+        part, own = microbatch.count / share.global_total(), microbatch.counts
         # 0 times NaN is NaN: a term that counts nothing is left out. In its place stand zeros of
         # what the model returns: DDP waits for the gradients of all that is trained.
         counted = [losses[name] * (own[name] / totals[name] / part) for name in totals if own[name]]
@@ -132,12 +132,12 @@ def with_one_loss(
     return (loss, returned[1]) if has_metrics else loss
 
 
-def wide(loss: Tensor) -> Tensor:
+def upcast(loss: Tensor) -> Tensor:
     """Return a loss in float32 at least."""
     return loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
 
 
-def checked(loss: Any) -> Tensor:
+def scalar_loss(loss: Any) -> Tensor:
     """Return the loss that `loss_fn` has returned, without dimensions."""
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss.reshape(()) if loss.ndim else loss

@@ -19,17 +19,17 @@ from pardata._validation import check_int
 from pardata.data._sample_count import uneven_shares
 from pardata.environment._device import checked_device
 from pardata.environment._logger import get_logger
-from pardata.model._buffers import average, broadcast, real_buffers
-from pardata.model._fsdp_utils import forget_step, place, reset_iter_state, shard_again
-from pardata.model._grad_stash import GradientsAside
+from pardata.model._buffers import average_buffers, broadcast_coalesced, real_buffers
+from pardata.model._fsdp_utils import materialize, reset_after_error, reset_iter_state, reshard_hook
+from pardata.model._grad_stash import StashedGradients
 from pardata.model._state_dict import load_sharded
 from pardata.model._torch_internals import parameters_of, uncompiled
 from pardata.model._unwrap import ShardedModule, unwrap
 from pardata.store._round import Facts
 from pardata.strategies._fsdp_blocks import blocks_of, size_of
 from pardata.strategies._loss_weights import Microbatch
-from pardata.strategies._step import SharedStep, model_under_way, under_way
-from pardata.strategies._strategy import Settings, Strategy, broadcast_weights
+from pardata.strategies._step import DistributedStep, active_model, active_step
+from pardata.strategies._strategy import Strategy, WrapOptions, broadcast_weights
 
 _log = get_logger(__name__)
 
@@ -37,10 +37,10 @@ _EQUAL = "_pardata_equal_buffers"  # in the attributes of a module whose buffers
 _LARGE = 10**8  # parameters: from there on a model is not to be sharded at its root alone
 
 
-class FsdpStep(SharedStep):
+class FsdpStep(DistributedStep):
     """Strategy "fsdp": every forward and backward is collective, so all ranks run equally many."""
 
-    equally_many = True
+    equal_counts = True
 
     def _prepare(self) -> None:
         super()._prepare()
@@ -62,16 +62,17 @@ class FsdpStep(SharedStep):
 
     @contextmanager
     def synchronized(self) -> Iterator[None]:
-        with GradientsAside(parameters_of(self.module)):
+        with StashedGradients(parameters_of(self.module)):
             try:
-                with under_way(self.layer):
+                with active_step(self.layer):
                     yield
                     self._take_means()
                     if _EQUAL in vars(self.layer) and self.layer.training:
                         buffers = real_buffers(self.layer).values()
-                        average(buffers, self.metrics.count, self.metrics.total)
+                        average_buffers(buffers, self.metrics.count, self.metrics.total)
             except BaseException:
-                forget_step(self.layer)  # also what was in .grad before: that is put back next
+                # Earlier gradients too: `StashedGradients` puts them back next.
+                reset_after_error(self.layer)
                 raise
 
     @contextmanager
@@ -89,14 +90,14 @@ class FsdpStrategy(Strategy):
     step = FsdpStep
     wrapper = ShardedModule
     takes_sharded_parts = places_model = True
-    own_options = frozenset({"blocks", "replicate"})
+    extra_options = frozenset({"blocks", "replicate"})
 
     def options_of(self) -> Callable[..., object]:
         from torch.distributed.fsdp import fully_shard  # noqa: PLC0415  # half a second
 
         return fully_shard
 
-    def check(self, model: nn.Module, settings: Settings) -> None:
+    def check(self, model: nn.Module, settings: WrapOptions) -> None:
         size, replicas = settings.here.size, settings.options.get("replicate", 1)
         check_int("replicate", replicas, least=1)
         if size % replicas:
@@ -119,16 +120,16 @@ class FsdpStrategy(Strategy):
                 f"it and to_empty(device=…), and fill it by load_weights or Checkpointer.restore"
             )
 
-    def facts(self, model: nn.Module, settings: Settings) -> Facts:
+    def facts(self, model: nn.Module, settings: WrapOptions) -> Facts:
         found = Counter(type(block).__name__ for block in _blocks(unwrap(model), settings))
         return {"the blocks": dict(found)}
 
-    def wrap(self, model: nn.Module, settings: Settings) -> nn.Module:
+    def wrap(self, model: nn.Module, settings: WrapOptions) -> nn.Module:
         fully_shard: Any = self.options_of()
         target = checked_device(self.device(settings))
         # Inside torch.compile, as PyTorch advises: names and hooks are then those of the module.
         module = unwrap(model)
-        given = {k: v for k, v in settings.options.items() if k not in self.own_options}
+        given = {k: v for k, v in settings.options.items() if k not in self.extra_options}
         options: dict[str, Any] = {"mesh": _mesh(target, settings), **given}
         ignored = options.get("ignored_params") or set()
         blocks = _blocks(module, settings)
@@ -137,7 +138,7 @@ class FsdpStrategy(Strategy):
         before = [ref(parameter) for parameter in module.parameters()]
         made: dict[Tensor, Tensor] = {}  # keeps tensors in memory: only those that are ignored
         for part in (*blocks, module):  # so no device holds more than one of them whole
-            made |= {old: new for old, new in place(part, target).items() if old in ignored}
+            made |= {old: new for old, new in materialize(part, target).items() if old in ignored}
             # fully_shard shards what each rank has; unlike DDP it does not begin from rank 0's.
             broadcast_weights(part)
             if ignored:
@@ -147,23 +148,23 @@ class FsdpStrategy(Strategy):
                 part.register_forward_hook(_refuse_dataclass)
         new = set(module.parameters())
         refuse_old_optimizers(p for one in before if (p := one()) is not None and p not in new)
-        module.register_forward_hook(shard_again)
+        module.register_forward_hook(reshard_hook)
         if settings.here.size > 1:
-            module.register_forward_hook(_equal_buffers)
+            module.register_forward_hook(_broadcast_buffers)
             vars(module)[_EQUAL] = True
         return model
 
     load = staticmethod(load_sharded)
 
 
-def _blocks(module: nn.Module, settings: Settings) -> list[nn.Module]:
+def _blocks(module: nn.Module, settings: WrapOptions) -> list[nn.Module]:
     """Return what is sharded before the rest, except what is sharded already."""
     wanted = settings.options.get("blocks")
     found = [] if wanted is None else blocks_of(module, wanted)
     return [block for block in found if not isinstance(block, ShardedModule)]
 
 
-def _mesh(device: torch.device, settings: Settings) -> Any:
+def _mesh(device: torch.device, settings: WrapOptions) -> Any:
     """Return who shards with whom: neighbours, which are on one node, if there are replicas."""
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: PLC0415  # half a second
 
@@ -181,7 +182,7 @@ def _mesh(device: torch.device, settings: Settings) -> Any:
         world.bound_device_id = bound
 
 
-def _warn_of_root_alone(module: nn.Module, settings: Settings) -> None:
+def _warn_of_root_alone(module: nn.Module, settings: WrapOptions) -> None:
     """Say what it costs that a large model has no blocks."""
     if size_of(module) <= _LARGE or any(isinstance(m, ShardedModule) for m in module.modules()):
         return
@@ -210,13 +211,13 @@ def _refuse_dataclass(module: nn.Module, _args: object, output: object) -> None:
 
 
 @uncompiled
-def _equal_buffers(module: nn.Module, _args: object, _output: object) -> None:
+def _broadcast_buffers(module: nn.Module, _args: object, _output: object) -> None:
     """Broadcast rank 0's buffers after a training forward: a forward hook."""
-    trained = model_under_way()
+    trained = active_model()
     communicates = torch.is_grad_enabled() if trained is None else trained is not module
     if communicates and module.training:
         uneven_shares.warn()
-        broadcast(module.buffers())
+        broadcast_coalesced(module.buffers())
 
 
 _MARK = "_pardata_replaced"  # an attribute of such a parameter

@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeAlias
 from torch import Tensor, nn
 
 from pardata._validation import type_with_article
-from pardata.model._unwrap import layers
+from pardata.model._unwrap import wrapper_chain
 
 Blocks: TypeAlias = type[nn.Module] | Sequence[type[nn.Module]] | Literal["auto"]
 
@@ -62,7 +62,7 @@ def _parts(one: nn.Module) -> Iterator[nn.Module]:
         if not _has_forward(part):  # a list of lists
             yield from _parts(part)
         elif size_of(part):
-            yield layers(part)[-1]  # inside torch.compile
+            yield wrapper_chain(part)[-1]  # inside torch.compile
 
 
 def _named(module: nn.Module, blocks: Any) -> Iterator[nn.Module]:

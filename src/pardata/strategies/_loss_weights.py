@@ -42,16 +42,16 @@ class Replicas:
 
     Attributes:
         size: how many ranks; `group` is their process group, or None for that of the world.
-        least: how many microbatches a rank must run at least.
-        equally_many: whether every rank must run as many as the one that has most.
-        adds_in_order: whether sums of fractions must not depend on who adds them.
+        min_microbatches: how many microbatches a rank must run at least.
+        equal_counts: whether every rank must run as many as the one that has most.
+        has_ordered_sums: whether sums of fractions must not depend on who adds them.
         layer: of the model: the one that its strategy is known by.
     """
 
     size = 1
     group: Any = None
-    least = 0
-    equally_many = adds_in_order = False
+    min_microbatches = 0
+    equal_counts = has_ordered_sums = False
 
     def __init__(self, layer: nn.Module) -> None:
         self.layer: Any = layer
@@ -126,7 +126,7 @@ class StepCounts:
             beginnings = [int(number) for number in rest[len(self._names) :]]
             if beginnings and fingerprints_match(beginnings, replicas.size):
                 _log.warning(_SAME_SAMPLES, ranks=[0])
-            if replicas.adds_in_order and replicas.size > 1 and fractions:
+            if replicas.has_ordered_sums and replicas.size > 1 and fractions:
                 totals = self._in_order(numbers, step_size)
             positive(totals[0])
             if self._count is num_samples:
@@ -218,7 +218,7 @@ class Microbatch:
     counts: Counts = field(default_factory=dict)
 
 
-class Share(NamedTuple):
+class LossWeights(NamedTuple):
     """The microbatches that this rank runs in a step.
 
     Attributes:
@@ -227,20 +227,20 @@ class Share(NamedTuple):
         totals: returns the counts of all ranks by name; see `StepCounts`. Without a plan it goes by
             the model's first such step. It raises, on every rank, if a `count` failed, or all
             counts are 0.
-        left_out: whether fewer samples are here than planned.
+        dropped_samples: whether fewer samples are here than planned.
     """
 
     microbatches: list[Microbatch]
     most: int
     totals: Callable[[], Counts]
-    left_out: bool = False
+    dropped_samples: bool = False
 
-    def expected(self) -> float:
+    def global_total(self) -> float:
         """Return what the microbatches of all ranks count, but for the terms of a loss."""
         return self.totals()[""]
 
     @classmethod
-    def of(cls, batch: Any, count: Count | None, replicas: Replicas) -> "Share":
+    def of(cls, batch: Any, count: Count | None, replicas: Replicas) -> "LossWeights":
         """Return what `batch` is made of. Communicates if a `count` is given, or nothing."""
         if not isinstance(batch, Microbatches):
             return cls._of_one(batch, count, replicas)
@@ -260,9 +260,9 @@ class Share(NamedTuple):
             totals = counted.start(replicas, batch.numbers, len(batch.counts))
             both = zip(held, counted.rows, batch.numbers, strict=True)
             own = [Microbatch(data, row[""], number, row) for data, row, number in both]
-        left_out = count is None and [one.count for one in own] != planned
+        dropped_samples = count is None and [one.count for one in own] != planned
         most = -(-len(batch.counts) // replicas.size)
-        wanted = max(replicas.least, most if replicas.equally_many else 0)
+        wanted = max(replicas.min_microbatches, most if replicas.equal_counts else 0)
         if len(own) < wanted and batch.placeholder is None:
             raise ValueError(
                 f"a rank must have a microbatch to run if the others run one, but {batch!r} "
@@ -270,10 +270,10 @@ class Share(NamedTuple):
             )
         # First, so that what synchronises is a microbatch of this rank's own, if it has one.
         placeholders = [Microbatch(batch.placeholder, 0) for _ in range(wanted - len(own))]
-        return cls(placeholders + own, most, totals, left_out)
+        return cls(placeholders + own, most, totals, dropped_samples)
 
     @classmethod
-    def _of_one(cls, batch: Any, count: Count | None, replicas: Replicas) -> "Share":
+    def _of_one(cls, batch: Any, count: Count | None, replicas: Replicas) -> "LossWeights":
         """Return the share of a rank that runs one batch, which no plan knows."""
         usual: float | None = vars(replicas.layer).get(_USUAL)
         if count is None and (replicas.size == 1 or usual is not None):

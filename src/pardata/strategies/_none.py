@@ -3,7 +3,7 @@
 from torch import nn
 
 from pardata.environment._logger import get_logger
-from pardata.strategies._strategy import Settings, Strategy
+from pardata.strategies._strategy import Strategy, WrapOptions
 
 _log = get_logger(__name__)
 
@@ -12,7 +12,7 @@ class NoneStrategy(Strategy):
     name = "none"
     is_collective = needs_group = False
 
-    def wrap(self, model: nn.Module, settings: Settings) -> nn.Module:
+    def wrap(self, model: nn.Module, settings: WrapOptions) -> nn.Module:
         if settings.here.size > 1:
             text = "under strategy 'none' each of the %d ranks trains a model of its own"
             _log.warning(text, settings.here.size, ranks=[0], once=True)

@@ -14,14 +14,14 @@ from torch.amp import GradScaler
 from pardata.data._microbatches import Microbatches
 from pardata.environment._device import sequence_number
 from pardata.environment._world import is_alone, world
-from pardata.model._fsdp_utils import unsharded
-from pardata.model._grad_stash import GradientsAside, KeptBuffers
+from pardata.model._fsdp_utils import unsharded_parameters
+from pardata.model._grad_stash import BufferSnapshot, StashedGradients
 from pardata.model._torch_internals import parameters_of, uncompiled
-from pardata.model._unwrap import layers
+from pardata.model._unwrap import wrapper_chain
 from pardata.rng._seeds import mix, run_seed
 from pardata.store._current_op import forbidding_calls
 from pardata.strategies._forward import leaves_of
-from pardata.strategies._loss_weights import Microbatch, Replicas, Share, started
+from pardata.strategies._loss_weights import LossWeights, Microbatch, Replicas, started
 from pardata.strategies._step_metrics import StepMetrics
 
 _NOTHING = nullcontext()
@@ -32,36 +32,36 @@ _COMMUNICATES = "_pardata_loss_communicates"
 
 
 # The layers of the models whose steps are under way, of which the innermost is the last.
-_under_way: list[nn.Module] = []
+_active: list[nn.Module] = []
 
 
 @contextmanager
-def under_way(layer: nn.Module) -> Iterator[None]:
+def active_step(layer: nn.Module) -> Iterator[None]:
     """Let a step of the model with this layer be under way in the block."""
-    _under_way.append(layer)
+    _active.append(layer)
     try:
         yield
     finally:
-        _under_way.pop()
+        _active.pop()
 
 
-def model_under_way() -> nn.Module | None:
+def active_model() -> nn.Module | None:
     """Return the layer of the model whose step is under way, the innermost one, if any is."""
     if torch.compiler.is_compiling():
-        return _uncompiled_model_under_way()
-    return _under_way[-1] if _under_way else None
+        return _uncompiled_active_model()
+    return _active[-1] if _active else None
 
 
-_uncompiled_model_under_way = uncompiled(model_under_way)
+_uncompiled_active_model = uncompiled(active_model)
 
 
 @uncompiled
-def forward_aside(module: nn.Module, *inputs: Any, **kwargs: Any) -> Any:
+def bare_forward(module: nn.Module, *inputs: Any, **kwargs: Any) -> Any:
     """Run a module in the step of another model, and leave its buffers as they are.
 
     Ranks may do so unequally often, so nothing is sent.
     """
-    with KeptBuffers(module.modules()):
+    with BufferSnapshot(module.modules()):
         return module(*inputs, **kwargs)
 
 
@@ -79,7 +79,7 @@ def forbidden_in(batch: Any) -> AbstractContextManager[None]:
     )
 
 
-def _unequally_often(microbatches: int, size: int) -> RuntimeError:
+def _unequal_counts_error(microbatches: int, size: int) -> RuntimeError:
     return RuntimeError(
         f"`loss_fn` must not call torch.distributed if ranks run unequally many microbatches, but "
         f"has done so, and {size} ranks share {microbatches} microbatches: let it return sums and "
@@ -87,7 +87,7 @@ def _unequally_often(microbatches: int, size: int) -> RuntimeError:
     )
 
 
-def known_metrics(layer: nn.Module) -> set[str]:
+def metric_structures(layer: nn.Module) -> set[str]:
     """Return the structures of metrics that the steps of a model have had."""
     known: set[str] = vars(layer).setdefault(_METRICS, set())
     return known
@@ -105,18 +105,18 @@ class Step(Replicas):
     Attributes:
         module: the module inside all layers.
         share: what is run, as soon as that is known.
-        takes_means: whether who reduces the gradients takes their mean over the ranks.
+        grads_are_averaged: whether who reduces the gradients takes their mean over the ranks.
         metrics: losses and metrics of its microbatches.
     """
 
-    share: Share
-    takes_means = True
+    share: LossWeights
+    grads_are_averaged = True
 
     def __init__(self, model: nn.Module, layer: Any, scaler: GradScaler | None, batch: Any) -> None:
         super().__init__(layer)
-        self.model, self.module = model, layers(model)[-1]
+        self.model, self.module = model, wrapper_chain(model)[-1]
         self.scaler, self.batch = scaler, batch
-        self.metrics = StepMetrics(known_metrics(layer))
+        self.metrics = StepMetrics(metric_structures(layer))
         self._prepare()
 
     def _prepare(self) -> None:
@@ -128,7 +128,7 @@ class Step(Replicas):
 
         A step that ends in an error leaves gradients as they were.
         """
-        with GradientsAside(parameters_of(self.module)):
+        with StashedGradients(parameters_of(self.module)):
             yield
             self.metrics.raise_refused()
 
@@ -144,16 +144,16 @@ class Step(Replicas):
         if isinstance(self.batch, Microbatches):
             is_even = len(self.batch.counts) % self.size == 0
         if not is_even and known.get(_COMMUNICATES):
-            raise _unequally_often(len(self.batch.counts), self.size)
+            raise _unequal_counts_error(len(self.batch.counts), self.size)
         # Under FSDP a forward communicates by itself, and all ranks run equally many.
-        looks = self.size > 1 and SEEN not in known and not self.equally_many
+        looks = self.size > 1 and SEEN not in known and not self.equal_counts
         others, before = self._others(), sequence_number(self.group) if looks else 0
         with forbidden_in(self.batch):
             yield
         if looks and others == self._others() and sequence_number(self.group) != before:
             known[_COMMUNICATES] = True
             if not is_even:
-                raise _unequally_often(len(self.batch.counts), self.size)
+                raise _unequal_counts_error(len(self.batch.counts), self.size)
 
     def _others(self) -> object:
         """Return what changes where the wrapper has started a collective by itself."""
@@ -172,7 +172,7 @@ class Step(Replicas):
         """
         if SEEN in vars(self.layer):
             return
-        own = {*self.layer.parameters(), *unsharded(self.layer)}
+        own = {*self.layer.parameters(), *unsharded_parameters(self.layer)}
         for leaf in leaves_of(loss):
             if isinstance(leaf, nn.Parameter) and leaf not in own:
                 raise RuntimeError(
@@ -184,15 +184,15 @@ class Step(Replicas):
                 )
         vars(self.layer)[SEEN] = True
 
-    def run(self, loss: Tensor, part: float) -> None:
+    def backward(self, loss: Tensor, part: float) -> None:
         """Run the backward of a microbatch, which is `part` of the global batch."""
         # The mean is taken of what is meant as a sum.
-        factor = part * self.size if self.takes_means else part
+        factor = part * self.size if self.grads_are_averaged else part
         scaled = loss if factor == 1 else loss * factor
         (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
 
 
-class SharedStep(Step):
+class DistributedStep(Step):
     """Of ranks whose gradients are averaged by another's hand: PyTorch's.
 
     If no plan says what all of them count, that is only known with the gradients. These are then
@@ -223,7 +223,7 @@ class SharedStep(Step):
             self.metrics.raise_refused()
             return
         self.metrics.receive(self._sums(), self.size, self.group)
-        factor = self.share.expected() / self.metrics.total
+        factor = self.share.global_total() / self.metrics.total
         if isinstance(factor, Tensor):
             factor = factor.nan_to_num(posinf=0.0)  # where nothing was counted, gradients are 0
         elif math.isclose(factor, 1, rel_tol=1e-12):  # sums of fractions may differ in a last bit
@@ -256,7 +256,7 @@ def microbatch_seed(batch: Any, number: int = 0) -> int:
     return _mixed(seed, rank) + run_seed.calls
 
 
-def count_run(batch: Any) -> None:
+def mark_drawn(batch: Any) -> None:
     """Let the next call on these microbatches draw other numbers: this one has ended well."""
     if isinstance(batch, Microbatches):
         batch.runs += 1

@@ -19,7 +19,7 @@ from pardata.data._sample_count import num_samples
 from pardata.environment._device import has_streams, widest_float_dtype
 from pardata.environment._world import store_client, world
 from pardata.store._round import exchange, raise_if_different
-from pardata.strategies._forward import checked, wide
+from pardata.strategies._forward import scalar_loss, upcast
 from pardata.strategies._loss_weights import positive
 
 # The places of a message: what was counted, hashes and their squares, then the first values.
@@ -99,7 +99,7 @@ class StepMetrics:
     def add(self, returned: Any, count: float, microbatch: Any) -> Tensor:
         """Take down what `loss_fn` has returned for a microbatch, and return the loss."""
         has_metrics = type(returned) is tuple and len(returned) == 2
-        loss = checked(returned[0] if has_metrics else returned)
+        loss = scalar_loss(returned[0] if has_metrics else returned)
         leaves: list[Leaf] = [loss.detach()]
         if has_metrics:
             leaves += self._leaves(returned[1], microbatch)
@@ -163,11 +163,9 @@ class StepMetrics:
                 counted; on a GPU, which nobody waits for, means are NaN instead.
         """
         if not sums.is_cpu:
-            fingerprint_slots, squares = sums[1:_FRONT].view(2, -1)
+            hashes, squares = sums[1:_FRONT].view(2, -1)
             self.total = sums[0]
-            sums = torch.where(
-                (size * squares == fingerprint_slots.square()).all(), sums, torch.nan
-            )
+            sums = torch.where((size * squares == hashes.square()).all(), sums, torch.nan)
         else:
             count, *seen = sums[:_FRONT].tolist()
             if not fingerprints_match(seen, size):
@@ -190,7 +188,7 @@ class StepMetrics:
             self.set_means(self.sums(), self.count)
         own, *leaves = self._first()
         loss, *metrics = self._means or self._first()
-        loss = wide(own) if loss is own else loss.to(wide(own))
+        loss = upcast(own) if loss is own else loss.to(upcast(own))
         if not self._text:
             return loss
         first = self._weighted - 1

@@ -9,14 +9,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pardata.environment._world import World
-from pardata.model._buffers import broadcast
-from pardata.model._state_dict import load_whole
-from pardata.model._unwrap import Wrapper, layers, unwrap
+from pardata.model._buffers import broadcast_coalesced
+from pardata.model._state_dict import load_full
+from pardata.model._unwrap import Wrapper, unwrap, wrapper_chain
 from pardata.store._round import Facts
 from pardata.strategies._step import Step
 
 
-class Settings(NamedTuple):
+class WrapOptions(NamedTuple):
     """What `wrap_model` gets in addition to the model, and in which world."""
 
     here: World
@@ -30,13 +30,13 @@ class Strategy(ABC):
 
     Attributes:
         name: by which `wrap_model` takes it.
-        wrapper: the class by which one of a model's `layers` is known to be of this strategy.
+        wrapper: the class by which a layer of a model is known to be of this strategy.
         is_collective: whether all ranks wrap together, and compare what they wrap.
         needs_group: whether that needs a process group of one rank, too.
         takes_sharded_parts: whether parts of the model may be wrapped before it, block by block.
         takes_devices: whether the model may be spread over several.
         places_model: whether `wrap` moves the model to its device, part by part.
-        own_options: names of options that are not for what `options_of` returns.
+        extra_options: names of options that are not for what `options_of` returns.
         step: the class of one step of `backward`.
     """
 
@@ -45,21 +45,21 @@ class Strategy(ABC):
     wrapper: type | tuple[()] = ()
     is_collective = needs_group = True
     takes_sharded_parts = takes_devices = places_model = False
-    own_options: Collection[str] = ()
+    extra_options: Collection[str] = ()
 
-    def check(self, model: nn.Module, settings: Settings) -> None:  # noqa: B027  # some strategies have nothing to check
+    def check(self, model: nn.Module, settings: WrapOptions) -> None:  # noqa: B027  # some strategies have nothing to check
         """Refuse a model or settings that this strategy cannot take, but others can."""
 
-    def facts(self, model: nn.Module, settings: Settings) -> Facts:  # noqa: ARG002  # some strategies use them
+    def facts(self, model: nn.Module, settings: WrapOptions) -> Facts:  # noqa: ARG002  # some strategies use them
         """Return what must be the same on all ranks, in addition to a model at its place."""
         return {}
 
-    def device(self, settings: Settings) -> torch.device | str:
+    def device(self, settings: WrapOptions) -> torch.device | str:
         """Return where the model is to be."""
         return settings.here.device if settings.device is None else settings.device
 
     @abstractmethod
-    def wrap(self, model: nn.Module, settings: Settings) -> nn.Module:
+    def wrap(self, model: nn.Module, settings: WrapOptions) -> nn.Module:
         """Return what is trained in place of `model`, which is checked and where it is to be."""
 
     def options_of(self) -> Callable[..., object]:
@@ -70,15 +70,15 @@ class Strategy(ABC):
     def state_dict(self, model: nn.Module) -> Mapping[str, Any]:
         """Return what a checkpoint keeps of `model`, under the names of the module inside."""
         # A wrapper of ours that says in the metadata how the model was trained.
-        own: list[nn.Module] = [layer for layer in layers(model) if isinstance(layer, Wrapper)]
-        state: Mapping[str, Any] = (own or [unwrap(model)])[0].state_dict()
+        ours: list[nn.Module] = [x for x in wrapper_chain(model) if isinstance(x, Wrapper)]
+        state: Mapping[str, Any] = (ours or [unwrap(model)])[0].state_dict()
         return state
 
-    load = staticmethod(load_whole)  # what `load_weights` does
+    load = staticmethod(load_full)  # what `load_weights` does
 
 
 def broadcast_weights(model: nn.Module) -> None:
     """Let all ranks begin from rank 0's weights."""
     tensors = [*model.parameters(), *model.buffers()]
     # What was sharded before has no copy to equalise.
-    broadcast(tensor for tensor in tensors if not hasattr(tensor, "full_tensor"))
+    broadcast_coalesced(tensor for tensor in tensors if not hasattr(tensor, "full_tensor"))

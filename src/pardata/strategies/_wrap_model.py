@@ -12,13 +12,13 @@ from pardata._validation import check_bool, check_module, type_with_article
 from pardata.environment._device import check_supported, checked_device
 from pardata.environment._world import require_world, store_client
 from pardata.model._torch_internals import BatchNorm
-from pardata.model._unwrap import ShardedModule, is_parallel, layers
+from pardata.model._unwrap import ShardedModule, is_parallel, wrapper_chain
 from pardata.store._round import raise_if_different, require_equal
 from pardata.strategies._ddp import DdpStrategy
 from pardata.strategies._dp import DpStrategy
 from pardata.strategies._fsdp import FsdpStrategy
 from pardata.strategies._none import NoneStrategy
-from pardata.strategies._strategy import Settings, Strategy
+from pardata.strategies._strategy import Strategy, WrapOptions
 from pardata.strategies.exact._exact import ExactStrategy
 
 StrategyName: TypeAlias = Literal["auto", "none", "dp", "ddp", "fsdp", "exact"]
@@ -110,10 +110,10 @@ def wrap_model(
     """
     here = require_world("wrap_model")
     name = strategy if strategy != "auto" else ("ddp" if here.size > 1 else "none")
-    settings = Settings(here, device, sync_batchnorm, options)
+    settings = WrapOptions(here, device, sync_batchnorm, options)
 
     def checked() -> dict[str, object]:
-        chosen = named(name)
+        chosen = strategy_by_name(name)
         _check(model, chosen, settings)
         target = checked_device(chosen.device(settings))
         if chosen.needs_group:
@@ -129,13 +129,13 @@ def wrap_model(
     else:  # an unknown one too: the other ranks may have it right, and wait
         differ = partial(raise_if_different, "wrap_model", cure=_SAME)
         require_equal(store_client(), "wrap_model", checked, differ)
-    chosen = named(name)
+    chosen = strategy_by_name(name)
     if sync_batchnorm and here.size > 1 and chosen.is_collective:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     return chosen.wrap(model, settings)
 
 
-def _check(model: nn.Module, chosen: Strategy, settings: Settings) -> None:
+def _check(model: nn.Module, chosen: Strategy, settings: WrapOptions) -> None:
     """Refuse what no strategy can take, or not this one."""
     check_module(model)
     if is_parallel(model, but_for_sharded_parts=chosen.takes_sharded_parts):
@@ -150,7 +150,7 @@ def _check(model: nn.Module, chosen: Strategy, settings: Settings) -> None:
             f"({type(model).__name__}): {cure}"
         )
     options = inspect.signature(chosen.options_of()).parameters.keys()
-    known = {*options, *chosen.own_options} - {"module"}
+    known = {*options, *chosen.extra_options} - {"module"}
     for name in sorted(settings.options.keys() - known):
         raise TypeError(
             f"`options` must be ones of strategy {chosen.name!r}, but {name!r} is not; there are "
@@ -219,21 +219,21 @@ def _devices(model: nn.Module) -> list[str]:
     return sorted({str(parameter.device) for parameter in model.parameters()})
 
 
-def _facts_of(model: nn.Module, strategy: str, settings: Settings) -> dict[str, object]:
+def _facts_of(model: nn.Module, strategy: str, settings: WrapOptions) -> dict[str, object]:
     """Describe what must be the same on all ranks."""
     # Options too: ranks that differ in find_unused_parameters would wait for each other for ever.
     options = {**settings.options, "sync_batchnorm": settings.sync_batchnorm}
     plain = {key: value for key, value in options.items() if isinstance(value, _PLAIN)}
     plain.pop("output_device", None)  # each rank's own
     facts: dict[str, object] = {"the strategy": strategy, "the options": plain}
-    named = [*model.named_parameters(), *model.named_buffers()]
-    for number, (name, tensor) in enumerate(named):
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    for number, (name, tensor) in enumerate(tensors):
         trained = ", trained" if tensor.requires_grad else ""
         facts[name] = f"{number}: {tuple(tensor.shape)} {tensor.dtype}{trained}"
     return facts
 
 
-def named(name: object) -> Strategy:
+def strategy_by_name(name: object) -> Strategy:
     """Return the strategy of a name.
 
     Raises:
@@ -247,7 +247,7 @@ def named(name: object) -> Strategy:
     raise ValueError(f"`strategy` must be one of {names}, but is {given}")
 
 
-def strategy_and_layer(model: nn.Module) -> tuple[Strategy, nn.Module]:
+def find_strategy(model: nn.Module) -> tuple[Strategy, nn.Module]:
     """Return the strategy that `wrap_model`, or PyTorch's own class, has put around a model.
 
     And the layer by which it is known.
@@ -256,7 +256,7 @@ def strategy_and_layer(model: nn.Module) -> tuple[Strategy, nn.Module]:
         TypeError: for what is no module.
     """
     check_module(model)
-    found = layers(model)
+    found = wrapper_chain(model)
     for strategy in STRATEGIES:
         for layer in found:
             if isinstance(layer, strategy.wrapper):
@@ -266,4 +266,4 @@ def strategy_and_layer(model: nn.Module) -> tuple[Strategy, nn.Module]:
 
 def strategy_of(model: nn.Module) -> Strategy:
     """Return the strategy that a model is under."""
-    return strategy_and_layer(model)[0]
+    return find_strategy(model)[0]

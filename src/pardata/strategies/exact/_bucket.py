@@ -7,7 +7,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from pardata.strategies.exact._tree_all_reduce import NOTHING, Exchange, OrderedSum, Stack
+from pardata.strategies.exact._tree_all_reduce import IDENTITY, TreeAllReduce, TreeLayout, TreeStack
 
 _MOST, _MOST_OF_GPU = 2**20, 2**22  # numbers that are sent together: 4 MiB over gloo, else 16
 
@@ -30,7 +30,7 @@ class Bucket:
         sum: of what was sent.
     """
 
-    sum: OrderedSum
+    sum: TreeAllReduce
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
@@ -48,10 +48,10 @@ class Bucket:
             self._places.append((slice(self._length, end), layout.shape, layout.stride()))
             self._length = end
 
-    def begin_step(self, exchange: Exchange) -> None:
+    def begin_step(self, exchange: TreeLayout) -> None:
         """Forget the step before."""
         self._exchange = exchange
-        self._stack = Stack[_Gradients](exchange.count, _added)
+        self._stack = TreeStack[_Gradients](exchange.count, _added)
         self.used = [False] * len(self.parameters)
 
     def begin(self) -> None:
@@ -85,15 +85,15 @@ class Bucket:
             both = list(zip(self._parts(row), gradients or [None], strict=False))
             used = [(part, gradient) for part, gradient in both if gradient is not None]
             if len(used) < len(self.parameters):
-                row.fill_(NOTHING)
+                row.fill_(IDENTITY)
             if used:
                 parts, values = map(list, zip(*used, strict=True))
                 torch._foreach_copy_(parts, values)  # as optimizers do
-        rows[:, self._length :] = NOTHING
+        rows[:, self._length :] = IDENTITY
         if payload is not None:
             rows[0, self._length : behind] = payload
         self._stack.subtrees.clear()
-        self.sum = OrderedSum(self._exchange, rows)
+        self.sum = TreeAllReduce(self._exchange, rows)
 
     def _parts(self, row: Tensor) -> list[Tensor]:
         """Return the numbers of each parameter, in its layout."""

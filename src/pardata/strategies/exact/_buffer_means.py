@@ -9,10 +9,10 @@ from pardata._pytree import bytes_of
 from pardata.environment._device import widest_float_dtype
 from pardata.model._buffers import real_buffers
 from pardata.strategies._loss_weights import Microbatch
-from pardata.strategies.exact._tree_all_reduce import NOTHING, Exchange, Stack
+from pardata.strategies.exact._tree_all_reduce import IDENTITY, TreeLayout, TreeStack
 
 
-class Means:
+class BufferMeans:
     """The means of what microbatches make of a module's buffers, each from the start of the step.
 
     Floating-point buffers, as batch norm's statistics, become the mean of what each microbatch
@@ -30,7 +30,7 @@ class Means:
             because nobody waits for it.
     """
 
-    def __init__(self, module: nn.Module, exchange: Exchange, first: int) -> None:
+    def __init__(self, module: nn.Module, exchange: TreeLayout, first: int) -> None:
         self._module, self._exchange, self._first = module, exchange, first
         self._device = next(module.parameters()).device
         self._dtype = widest_float_dtype(self._device)
@@ -46,7 +46,7 @@ class Means:
         self.digest = zlib.crc32(
             b"".join(map(bytes_of, values)), zlib.crc32(repr(self.shapes).encode())
         )
-        self._stack = Stack[Tensor](exchange.count, Tensor.add_)
+        self._stack = TreeStack[Tensor](exchange.count, Tensor.add_)
 
     def add(self, microbatch: Microbatch, values: Tensor) -> None:
         """Add what a microbatch has changed, with the `values` of its loss and metrics; restore.
@@ -70,7 +70,7 @@ class Means:
         if number == self._first:
             self._counted = self._flat(now, self._counting, torch.int64) - self._counts
         self.put_back(now)
-        return [(after - self._before).masked_fill_(same, NOTHING)]
+        return [(after - self._before).masked_fill_(same, IDENTITY)]
 
     def rows(self, count: int, first: int) -> Tensor:
         """Return the subtrees' sums here, one row each, at least one.
@@ -84,7 +84,7 @@ class Means:
         size = count + len(self._before)
         self._sizes = count, len(self._before), len(words)
         rows = self._exchange.rows(sum(self._sizes), self._dtype, self._device)
-        rows.fill_(NOTHING)
+        rows.fill_(IDENTITY)
         # A rank that has failed has other subtrees, and no rank will use the sum.
         for row, (_, subtree) in zip(rows, self._stack.subtrees, strict=False):
             if subtree is not None:

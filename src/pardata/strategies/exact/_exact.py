@@ -12,20 +12,20 @@ from torch import nn
 
 from pardata._validation import check_int
 from pardata.environment._device import checked_device
-from pardata.model._torch_internals import synchronised, versions_of
-from pardata.model._transparent import ReadThrough
+from pardata.model._torch_internals import sync_batch_norms, versions_of
+from pardata.model._transparent import TransparentWrapper
 from pardata.model._unwrap import Wrapper, unwrap
 from pardata.store._round import Facts
-from pardata.strategies._step import forward_aside, model_under_way
-from pardata.strategies._strategy import Settings, Strategy, broadcast_weights
+from pardata.strategies._step import active_model, bare_forward
+from pardata.strategies._strategy import Strategy, WrapOptions, broadcast_weights
 from pardata.strategies.exact._exact_step import ExactStep
-from pardata.strategies.exact._gradient_sums import Sums
-from pardata.strategies.exact._numerics import kernels, refused_kernels
+from pardata.strategies.exact._gradient_sums import GradientSums
+from pardata.strategies.exact._numerics import numerics_error, numerics_record
 
 _RECORD = "exact"  # in the metadata of a state dict
 
 
-class ExactModel(ReadThrough, Wrapper):
+class ExactModel(TransparentWrapper, Wrapper):
     """A module whose gradients only `pardata.backward` makes.
 
     Args:
@@ -37,18 +37,18 @@ class ExactModel(ReadThrough, Wrapper):
         exact: what adds up its gradients.
     """
 
-    exact: Sums
+    exact: GradientSums
 
     def __init__(self, module: nn.Module, *, threads: int = 1) -> None:
         # Not as attributes are set, which are the module's once it is wrapped.
-        self.__dict__["exact"] = Sums(unwrap(module), threads)
+        self.__dict__["exact"] = GradientSums(unwrap(module), threads)
         super().__init__(module)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module."""
-        if model_under_way() in (None, self):
+        if active_model() in (None, self):
             return self.module(*inputs, **kwargs)
-        return forward_aside(self.module, *inputs, **kwargs)
+        return bare_forward(self.module, *inputs, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state of the module inside, and in its metadata what decides the last bit."""
@@ -58,7 +58,7 @@ class ExactModel(ReadThrough, Wrapper):
             # With a prefix where this is a child of the module that is asked.
             path = (args[1] if len(args) > 1 else kwargs.get("prefix", ""))[:-1]
             device = next(self.parameters()).device
-            metadata[path] = {**metadata.get(path, {}), _RECORD: kernels(device)}
+            metadata[path] = {**metadata.get(path, {}), _RECORD: numerics_record(device)}
         return state
 
     def check_versions(self, facts: Mapping[str, Any]) -> None:
@@ -66,7 +66,7 @@ class ExactModel(ReadThrough, Wrapper):
         then = facts.get(_RECORD)
         if then is None:
             return
-        now = kernels(next(self.parameters()).device)
+        now = numerics_record(next(self.parameters()).device)
         if differ := [name for name in now if then.get(name) != now[name]]:
             diff = ", ".join(f"{key} was {then.get(key)!r} and is {now[key]!r}" for key in differ)
             raise ValueError(
@@ -82,8 +82,8 @@ class ExactStrategy(Strategy):
     wrapper = ExactModel
     needs_group = False
 
-    def check(self, model: nn.Module, settings: Settings) -> None:
-        if settings.sync_batchnorm or synchronised(model):
+    def check(self, model: nn.Module, settings: WrapOptions) -> None:
+        if settings.sync_batchnorm or sync_batch_norms(model):
             raise ValueError(
                 "`sync_batchnorm` must be False under strategy 'exact', but is True or was before: "
                 "make the model anew without it, because there batch norm takes the statistics of "
@@ -91,14 +91,14 @@ class ExactStrategy(Strategy):
             )
         check_int("threads", settings.options.get("threads", 1), least=1)
 
-    def facts(self, model: nn.Module, settings: Settings) -> Facts:
+    def facts(self, model: nn.Module, settings: WrapOptions) -> Facts:
         threads, device = settings.options.get("threads", 1), checked_device(self.device(settings))
         torch.set_num_threads(threads if device.type == "cpu" else torch.get_num_threads())
-        if refusal := refused_kernels(model, threads):
+        if refusal := numerics_error(model, threads):
             raise refusal
-        return kernels(device)
+        return numerics_record(device)
 
-    def wrap(self, model: nn.Module, settings: Settings) -> nn.Module:
+    def wrap(self, model: nn.Module, settings: WrapOptions) -> nn.Module:
         if settings.here.size > 1:
             broadcast_weights(model)
         return ExactModel(model, **settings.options)

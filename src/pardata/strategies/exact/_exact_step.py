@@ -11,21 +11,21 @@ from torch import Tensor
 from pardata.collectives._fingerprint import CheckedCollective, LeastAndMost
 from pardata.data._microbatches import Microbatches
 from pardata.environment._world import cpu_group_and_device, world
-from pardata.model._grad_stash import GradientsAside
+from pardata.model._grad_stash import StashedGradients
 from pardata.model._torch_internals import parameters_of
 from pardata.rng._rng_state import Kept, default_generators, seed_generators
 from pardata.rng._seeds import mix, run_seed
 from pardata.store._remote_error import mark_secondary
 from pardata.strategies._loss_weights import Microbatch, started
-from pardata.strategies._step import Step, microbatch_seed, under_way
-from pardata.strategies.exact._buffer_means import Means
-from pardata.strategies.exact._numerics import refused_kernels
-from pardata.strategies.exact._tree_all_reduce import Exchange, OrderedSum
+from pardata.strategies._step import Step, active_step, microbatch_seed
+from pardata.strategies.exact._buffer_means import BufferMeans
+from pardata.strategies.exact._numerics import numerics_error
+from pardata.strategies.exact._tree_all_reduce import TreeAllReduce, TreeLayout
 
 _NONE = 2**53  # the number of a microbatch that there is not
 
 
-class _Answer(NamedTuple):
+class _Agreement(NamedTuple):
     """What all ranks have said before anything is sent.
 
     Attributes:
@@ -49,9 +49,10 @@ class ExactStep(Step):
     """
 
     _vote: LeastAndMost | None = None
-    _answer: _Answer | None = None
-    least = 1  # if a placeholder: by what it returns a rank that has none knows the metrics
-    takes_means, adds_in_order = False, True
+    _answer: _Agreement | None = None
+    # A rank without microbatches runs a placeholder, to learn the structure of the metrics.
+    min_microbatches = 1
+    grads_are_averaged, has_ordered_sums = False, True
 
     def _prepare(self) -> None:
         self.size = world().size
@@ -63,7 +64,7 @@ class ExactStep(Step):
             )
         self._sums = self.layer.exact
         # Raised within the step, so that the others get an error.
-        self._refusal: Exception | None = refused_kernels(self.model, self._sums.threads)
+        self._refusal: Exception | None = numerics_error(self.model, self._sums.threads)
 
     @contextmanager
     def synchronized(self) -> Iterator[None]:
@@ -71,8 +72,8 @@ class ExactStep(Step):
         self._begin()
         failed = self._refusal  # also where this rank runs nothing
         # Python's and NumPy's generators are kept once a step: for NumPy that takes 70 µs.
-        kept, aside = Kept(default_generators()[:-1]), GradientsAside(parameters_of(self.module))
-        with kept, aside, under_way(self.layer):
+        kept, aside = Kept(default_generators()[:-1]), StashedGradients(parameters_of(self.module))
+        with kept, aside, active_step(self.layer):
             try:
                 try:
                     # Here: a rank that fails later has taken part, where fractions are added.
@@ -88,7 +89,7 @@ class ExactStep(Step):
 
     def _begin(self) -> None:
         """Make what is added to."""
-        if self.share.left_out:
+        if self.share.dropped_samples:
             self._refusal = self._refusal or ValueError(
                 "a microbatch must have the samples that were read for it under strategy 'exact', "
                 "whose weights are planned, but `collate_fn` has left some out: pass `count`, to "
@@ -98,8 +99,8 @@ class ExactStep(Step):
         self._sums.train({n: p for n, p in module.named_parameters() if p.requires_grad})
         counting = (one.number for one in self.share.microbatches if one.count)
         self._first = min(counting, default=_NONE)
-        self._exchange = Exchange(len(self.batch.counts))
-        self._means = Means(module, self._exchange, self._first)
+        self._exchange = TreeLayout(len(self.batch.counts))
+        self._means = BufferMeans(module, self._exchange, self._first)
         self._sums.begin_step(self._exchange, self._may_send)
 
     def send(self) -> None:
@@ -110,13 +111,13 @@ class ExactStep(Step):
         facts = self._key(), failed, zlib.crc32(self.metrics.structure().encode()), self._first
         self._vote = CheckedCollective("backward", dict, str).start_min_max(facts)
 
-    def _outcome(self) -> _Answer:
+    def _outcome(self) -> _Agreement:
         """Return what all ranks have in common, once all have sent it."""
         if self._vote is not None:
-            vote, self._vote, self._answer = self._vote, None, _Answer()  # also where it raises
+            vote, self._vote, self._answer = self._vote, None, _Agreement()  # also where it raises
             (key, other_key), (_, failed), (text, other_text), (first, _) = vote()
-            self._answer = _Answer(key == other_key, bool(failed), text == other_text, first)
-        return self._answer or _Answer()
+            self._answer = _Agreement(key == other_key, bool(failed), text == other_text, first)
+        return self._answer or _Agreement()
 
     def _may_send(self) -> bool:
         """Whether all send the same: gloo ends a process that gets what it does not expect."""
@@ -138,7 +139,7 @@ class ExactStep(Step):
         """Add up what all ranks have, and set it, or raise. Collective."""
         if self._answer is None and self._vote is None:
             self._ask(failed=True)
-        first = self._agreed(failed).first
+        first = self._require_agreement(failed).first
         rows = self._means.rows(len(self.metrics.last()), first)
         flags = [failed is not None, *self._sums.used()]
         payload = Payload(self._exchange, rows, flags)
@@ -150,7 +151,7 @@ class ExactStep(Step):
         any_failed, *used = flags
         if any_failed:
             raise failed or _failed_elsewhere()
-        total = self.share.expected()
+        total = self.share.global_total()
         self.metrics.set_means(self._means.apply(sums, total), total)
         self._sums.set_gradients(used)
 
@@ -159,13 +160,13 @@ class ExactStep(Step):
         self._sums.send_rest()
         group, device = cpu_group_and_device(world())
         of_any = torch.tensor(flags, dtype=torch.int32, device=device)
-        sums = OrderedSum(self._exchange, rows)
+        sums = TreeAllReduce(self._exchange, rows)
         wait = started(of_any, group) if self.size > 1 else lambda: of_any
         self._sums.finish()
         sums.add()
         return (wait() > 0).tolist(), sums.result()
 
-    def _agreed(self, failed: Exception | None) -> _Answer:
+    def _require_agreement(self, failed: Exception | None) -> _Agreement:
         """Return what all ranks have said; raise on each of them where they do not agree."""
         outcome = self._outcome()
         if not outcome.is_same:
@@ -215,7 +216,7 @@ class Payload:
         flags: of this rank, as many as of each rank.
     """
 
-    def __init__(self, exchange: Exchange, rows: Tensor, flags: list[bool]) -> None:
+    def __init__(self, exchange: TreeLayout, rows: Tensor, flags: list[bool]) -> None:
         self._exchange, self._rows, self._flags = exchange, rows, flags
         self._width = rows.shape[1]
         self._length = len(flags) + len(exchange.spans) * self._width * _WORDS
@@ -230,7 +231,7 @@ class Payload:
         """Return what this rank sends, as numbers that are added to those of the others."""
         how = self._exchange
         places = torch.zeros(len(how.spans), self._width, dtype=torch.float64)
-        places[how.first : how.first + how.own] = self._rows[: how.own]
+        places[how.first : how.first + how.local_count] = self._rows[: how.local_count]
         flags = torch.tensor(self._flags, dtype=torch.float32)
         return torch.cat([flags, places.view(torch.int16).flatten().float()])
 

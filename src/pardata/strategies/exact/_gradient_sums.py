@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from pardata.model._torch_internals import name_of, parameters_of
 from pardata.strategies._loss_weights import Microbatch
-from pardata.strategies._step import model_under_way
+from pardata.strategies._step import active_model
 from pardata.strategies.exact._bucket import buckets_of
-from pardata.strategies.exact._tree_all_reduce import Exchange
+from pardata.strategies.exact._tree_all_reduce import TreeLayout
 
 _AHEAD = 2  # buckets that are sent before the first of them is added: what is received takes room
 
 
-class Sums:
+class GradientSums:
     """Adds up the gradients of this rank's microbatches, and those of all ranks.
 
     A hook on each parameter tells that its gradient is there. In a step of this model the gradient
@@ -41,7 +41,7 @@ class Sums:
         self._hook_parameters()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Sums, (self.module, self.threads)
+        return GradientSums, (self.module, self.threads)
 
     def _hook_parameters(self) -> None:
         """Hook every parameter that is not yet, frozen ones too: they may be trained later."""
@@ -68,7 +68,7 @@ class Sums:
         self._buckets = buckets_of(parameters.values())
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
 
-    def begin_step(self, exchange: Exchange, may_send: Callable[[], bool]) -> None:
+    def begin_step(self, exchange: TreeLayout, may_send: Callable[[], bool]) -> None:
         """Begin a step.
 
         Args:
@@ -166,12 +166,12 @@ class Sums:
             bucket.set_gradients([next(each) for _ in bucket.parameters])
 
 
-def _received(hooked_by: "ref[Sums]", parameter: nn.Parameter) -> None:
+def _received(hooked_by: "ref[GradientSums]", parameter: nn.Parameter) -> None:
     """Hand a gradient on to the step that is run, and refuse it where none is."""
-    sums, layer = hooked_by(), model_under_way()
+    sums, layer = hooked_by(), active_model()
     if sums is None:
         return
-    running: Sums | None = vars(layer).get("exact") if layer is not None else None
+    running: GradientSums | None = vars(layer).get("exact") if layer is not None else None
     if sums is running:
         sums.receive(parameter)
     # A model may be wrapped again: then another wrapper of the same parameter runs the step.

@@ -13,7 +13,7 @@ from pardata.model._torch_internals import (
     fail_past_recompile_limit,
     has_dynamic_sizes,
     is_compiled_in_place,
-    walked,
+    modules_and_parameters,
 )
 from pardata.model._unwrap import unwrap
 
@@ -21,25 +21,25 @@ from pardata.model._unwrap import unwrap
 _TIMED = "max_autotune", "max_autotune_gemm", "max_autotune_pointwise", "coordinate_descent_tuning"
 
 
-def kernels(device: torch.device) -> dict[str, object]:
+def numerics_record(device: torch.device) -> dict[str, object]:
     """Return what decides the last bit of a kernel's result, except its input."""
     cpu = torch.backends.cpu.get_cpu_capability()
     return {
         "the number of threads": torch.get_num_threads() if device.type == "cpu" else None,
         "torch": str(torch.__version__),  # a class of its own, which compares in its own way
         "the processor": cpu if device.type == "cpu" else properties_of(device).name,
-        "a probe of its arithmetic": probe(device)[:16],
+        "a probe of its arithmetic": kernel_probe(device)[:16],
         "the order of sums": "a tree of halves",
     }
 
 
-def refused_kernels(model: nn.Module, threads: int) -> RuntimeError | None:
+def numerics_error(model: nn.Module, threads: int) -> RuntimeError | None:
     """Return why a process may not compute with `model` and so many threads, if it may not.
 
     For a compiled model dynamo then fails at its limit of recompilations, in the whole process.
     Past it, each rank would run other sizes uncompiled. An evaluation counts as well.
     """
-    parts, parameters = walked(model)
+    parts, parameters = modules_and_parameters(model)
     if any("dynamo_ctx" in part.__dict__ for part in parts):
         fail_past_recompile_limit()
     texts = (*_wrong_settings(parameters, threads), *_wrong_compilations(parts))
@@ -84,7 +84,7 @@ def _wrong_compilations(parts: Iterable[nn.Module]) -> Iterator[str]:
         )
 
 
-def probe(device: torch.device) -> str:
+def kernel_probe(device: torch.device) -> str:
     """Return a digest of what a device computes in each precision."""
     dtypes = list(dict.fromkeys([torch.float32, widest_float_dtype(device), torch.float16]))
     asked = getattr(torch.get_device_module(device), "is_bf16_supported", None)

@@ -26,10 +26,10 @@ Span: TypeAlias = tuple[int, int]
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 # What is added in place of nothing: it changes no bit of any number, and 0.0 would: of -0.0.
-NOTHING = -0.0
+IDENTITY = -0.0
 
 
-class Stack(Generic[_T]):
+class TreeStack(Generic[_T]):
     """Adds what comes from left to right, as soon as two are the halves of a node.
 
     Args:
@@ -75,20 +75,20 @@ def _nodes(count: int) -> frozenset[Span]:
 
 
 @lru_cache
-def subtrees_of(count: int, size: int) -> tuple[tuple[Span, ...], ...]:
+def subtrees_by_rank(count: int, size: int) -> tuple[tuple[Span, ...], ...]:
     """Return, for each of `size` ranks, the subtrees that it is left with.
 
-    >>> subtrees_of(6, 2), subtrees_of(4, 3)
+    >>> subtrees_by_rank(6, 2), subtrees_by_rank(4, 3)
     ((((0, 3),), ((3, 6),)), (((0, 2),), ((2, 3),), ((3, 4),)))
     """
-    stacks = [Stack[None](count, lambda _left, _right: None) for _ in range(size)]
+    stacks = [TreeStack[None](count, lambda _left, _right: None) for _ in range(size)]
     for rank, stack in enumerate(stacks):
         for number in local_range(count, rank, size):
             stack.push((number, number + 1), None)
     return tuple(tuple(span for span, _ in stack.subtrees) for stack in stacks)
 
 
-class Exchange:
+class TreeLayout:
     """How the ranks add up vectors in a step of `count` microbatches.
 
     One rank, its owner, adds each element: all ranks send it the sums of their subtrees, and it
@@ -97,7 +97,7 @@ class Exchange:
     Attributes:
         spans: the leaves of each subtree of all ranks, in rank order.
         counts: how many subtrees each rank has.
-        own: how many this rank has.
+        local_count: how many this rank has.
         first: the place of the first of them among those of all ranks.
         is_plain: whether an all-reduce is the same.
     """
@@ -105,10 +105,10 @@ class Exchange:
     def __init__(self, count: int) -> None:
         here = world()
         self.count, self.size = count, here.size
-        subtrees = subtrees_of(count, here.size)
+        subtrees = subtrees_by_rank(count, here.size)
         self.spans = [span for spans in subtrees for span in spans]
         self.counts = list(map(len, subtrees))
-        self.own, self.first = self.counts[here.rank], sum(self.counts[: here.rank])
+        self.local_count, self.first = self.counts[here.rank], sum(self.counts[: here.rank])
         # The all-reduce of an accelerator may add in a switch, or without the smallest numbers.
         self.is_plain = here.size == 2 and max(self.counts) == 1 and here.device.type == "cpu"
 
@@ -118,19 +118,19 @@ class Exchange:
         It is longer than a vector, because each rank owns equally much.
         """
         padded = -(-max(length, 1) // self.size) * self.size
-        rows = torch.empty(max(1, self.own), padded, dtype=dtype, device=device)
-        rows[:, length:] = NOTHING
+        rows = torch.empty(max(1, self.local_count), padded, dtype=dtype, device=device)
+        rows[:, length:] = IDENTITY
         return rows
 
     def total(self, sums: Iterable[Tensor]) -> Tensor:
         """Return what the tree makes of the sums of the subtrees of all ranks, in rank order."""
-        stack = Stack[Tensor](self.count, Tensor.add_)
+        stack = TreeStack[Tensor](self.count, Tensor.add_)
         for span, own in zip(self.spans, sums, strict=True):
             stack.push(span, own)
         return stack.total()
 
 
-class OrderedSum:
+class TreeAllReduce:
     """A sum on its way: `add` it on each rank, and then take the `result`, in the same order.
 
     Args:
@@ -138,23 +138,23 @@ class OrderedSum:
         rows: as it has given them; they are written to. Collective.
     """
 
-    def __init__(self, exchange: Exchange, rows: Tensor) -> None:
+    def __init__(self, exchange: TreeLayout, rows: Tensor) -> None:
         self._exchange = exchange
         self._length = rows.shape[1]
         # The memory of the sums: of the only row, so that it lies alike whatever there is to send.
-        self._sums = rows[0] if exchange.own < 2 else None
+        self._sums = rows[0] if exchange.local_count < 2 else None
         self._work: Any = None
         if exchange.is_plain:
             self._work = dist.all_reduce(rows[0], async_op=True)
         elif exchange.size > 1:
-            self._send(rows[: exchange.own])
+            self._send(rows[: exchange.local_count])
 
     def _send(self, rows: Tensor) -> None:
         """Send each owner its part of each sum."""
         how, chunk = self._exchange, self._length // self._exchange.size
         self._received = rows.new_empty(len(how.spans), chunk)
-        self._sent = rows.view(how.own, how.size, chunk).transpose(0, 1).reshape(-1)
-        counts = [n * chunk for n in how.counts], [how.own * chunk] * how.size
+        self._sent = rows.view(how.local_count, how.size, chunk).transpose(0, 1).reshape(-1)
+        counts = [n * chunk for n in how.counts], [how.local_count * chunk] * how.size
         received = self._received.view(-1)
         self._work = dist.all_to_all_single(received, self._sent, *counts, async_op=True)
 

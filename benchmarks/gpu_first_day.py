@@ -64,7 +64,7 @@ from torch.profiler import profile, supported_activities
 from torch.utils.data import TensorDataset
 
 import pardata
-from pardata.rng._rng_state import forked_torch_seed
+from pardata.rng._rng_state import fork_torch_rng
 from pardata.strategies._step import DistributedStep
 from pardata.strategies.exact._numerics import probe as probe_of
 
@@ -219,7 +219,7 @@ def outcome(case: Case, place: Place) -> str:
     """Return whether several runs of an operation give the same bits."""
 
     def run() -> list[Tensor]:
-        with forked_torch_seed(7):
+        with fork_torch_rng(7):
             return differentiated(case)
 
     try:
@@ -385,7 +385,7 @@ def seeding(place: Place) -> Findings:
 
     def seed(times: int) -> None:
         for _ in range(times):
-            with forked_torch_seed(5):
+            with fork_torch_rng(5):
                 pass
 
     seed(1)

@@ -539,7 +539,8 @@ def test_a_cache_that_another_process_has_just_replaced_is_not_taken_for_its_own
     tmp_path, monkeypatch
 ):
     cache_dataset(Samples(pair), tmp_path / "other")
-    monkeypatch.setattr(_cache_dataset, "ensure", lambda *_: None)  # built, and replaced at once
+    # Built, and replaced at once.
+    monkeypatch.setattr(_cache_dataset, "build_if_missing", lambda *_: None)
     for directory in ("other", "gone"):
         with pytest.raises(RuntimeError, match=f"{tmp_path / directory} {ANOTHER}"):
             cache_dataset(Samples(lambda i: pair(i + 1)), tmp_path / directory)

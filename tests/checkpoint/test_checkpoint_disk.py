@@ -123,7 +123,7 @@ def test_nothing_that_changes_before_it_is_written_is_written(tmp_path, monkeypa
     def held(work, what):
         return BackgroundTask(lambda: (gate.wait(), work()), what)
 
-    monkeypatch.setattr(_checkpointer, "Background", held)
+    monkeypatch.setattr(_checkpointer, "BackgroundTask", held)
     dense, sparse, names = torch.ones(3), torch.eye(3).to_sparse(), {"a"}
     net, other = nn.Linear(2, 2), nn.Linear(2, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)

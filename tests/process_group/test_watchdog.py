@@ -86,7 +86,8 @@ class Raising(logging.Handler):
 
 def hang_twice(folder):
     """Wait twice, in a file whose path is no text, for a rank that comes when it was told."""
-    here, answer, errors = pardata.init(hang_after=0.3), Watchdog._answer, [OSError("of a look")]
+    here, errors = pardata.init(hang_after=0.3), [OSError("of a look")]
+    answer = Watchdog._report_self
 
     def fail_once(*args, **kwargs):
         if errors:
@@ -96,7 +97,7 @@ def hang_twice(folder):
     handler = Raising(folder)
     logging.getLogger("pardata.process_group").addHandler(handler)
     wait = compile("barrier()", "/path\udce9/train.py", "exec")
-    with patch.object(Watchdog, "_answer", fail_once):
+    with patch.object(Watchdog, "_report_self", fail_once):
         for number in (1, 2):
             while here.rank == 1 and not (folder / str(number)).exists():
                 time.sleep(0.05)

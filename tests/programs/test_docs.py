@@ -37,7 +37,7 @@ from processes import run
 import pardata
 import pardata.testing
 from pardata.environment._logger import logged_once
-from pardata.process_group._shutdown import end
+from pardata.process_group._shutdown import shutdown
 from pardata.rng._seeds import loaders, run_seed
 
 PAGES = [
@@ -148,7 +148,7 @@ def _restored():
     """Undo what the code of a page may do to this process."""
     path, modules = list(sys.path), set(sys.modules)
     yield
-    end(None)
+    shutdown(None)
     logged_once.clear()
     run_seed.seed, run_seed.calls = None, 0
     loaders.clear()  # their default seeds count the loaders of a process

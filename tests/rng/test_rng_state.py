@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from pardata.rng._rng_state import (
+    forbid_rng_use,
+    fork_torch_rng,
     forked_seed,
-    forked_torch_seed,
-    generator_states,
+    get_rng_state,
     kept_generators,
-    no_draws,
-    restore_generators,
     seed_generators,
+    set_rng_state,
 )
 
 # ruff: noqa: NPY002  # NumPy's default generator is the one that users draw from
@@ -46,7 +46,7 @@ def test_each_generator_is_put_back_and_what_it_has_in_reserve_and_a_draw_is_not
     with (
         kept_generators(),
         pytest.raises(RuntimeError, match=text),
-        no_draws("collate_fn", CPU),
+        forbid_rng_use("collate_fn", CPU),
     ):
         DRAWS[name]()
     found = [torch.as_tensor(DRAWS[name]()) for _ in range(2)]
@@ -97,12 +97,12 @@ def test_an_accelerator_without_generators_of_its_own_to_hand_out_is_seeded_and_
         assert draw_from(own) == draw_from(torch.Generator().manual_seed(8))
     assert torch.equal(own.get_state(), state)
     monkeypatch.setattr(torch, "get_device_module", lambda _=None: torch.mps)
-    with forked_torch_seed(9):
+    with fork_torch_rng(9):
         assert draw_from(own) == draw_from(torch.Generator().manual_seed(9))
     assert torch.equal(own.get_state(), state)
     with (
         pytest.raises(RuntimeError, match="`f` must draw no random numbers"),
-        no_draws("f", torch.device("mps")),
+        forbid_rng_use("f", torch.device("mps")),
     ):
         draw_from(own)
 
@@ -117,16 +117,16 @@ def test_what_was_written_puts_every_generator_back():
         return [torch.as_tensor(one()).tolist() for one in DRAWS.values()]
 
     draw()
-    written = generator_states(CPU)
+    written = get_rng_state(CPU)
     expected = draw()
     seed_generators(2)
-    restore_generators(written, CPU, only_seed=False)
+    set_rng_state(written, CPU, only_seed=False)
     assert draw() == expected
 
 
 def written(**changes):
     """Return what is written, but for some changes."""
-    saved = json.loads(zlib.decompress(generator_states(CPU)))
+    saved = json.loads(zlib.decompress(get_rng_state(CPU)))
     return zlib.compress(json.dumps(saved | changes).encode())
 
 
@@ -145,5 +145,5 @@ WRONG = {
 def test_what_was_never_written_is_refused(name):
     text = "cannot restore the random generators, as their saved state is invalid"
     with pytest.raises(RuntimeError, match=text):
-        restore_generators(WRONG[name], CPU, only_seed=False)
+        set_rng_state(WRONG[name], CPU, only_seed=False)
     assert 0 <= np.random.rand() < 1

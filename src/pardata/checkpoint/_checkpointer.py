@@ -23,7 +23,7 @@ from pardata.collectives._comm_errors import explain_comm_errors
 from pardata.environment._device import new_gloo_group
 from pardata.environment._logger import get_logger
 from pardata.environment._world import World, require_world, store_client
-from pardata.rng._rng_state import generator_states
+from pardata.rng._rng_state import get_rng_state
 from pardata.store._round import exchange, raise_if_different, require_equal
 
 _log = get_logger(__name__)
@@ -134,7 +134,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
 
         require_equal(store_client(), "Checkpointer.save", describe, _raise_of_what_differs)
         with explain_comm_errors("Checkpointer.save"):  # a round would send them to all ranks
-            generators = gather_to_rank_zero(here, generator_states(here.device))
+            generators = gather_to_rank_zero(here, get_rng_state(here.device))
         contents = {"objects": snapshot.trees, "sharded": list(snapshot.parts)}
         self._start(here, step, snapshot, {**contents, "generators": generators})
 

@@ -21,7 +21,7 @@ from pardata.collectives._barrier import rank_zero_call
 from pardata.environment._logger import get_logger
 from pardata.environment._world import World, store_client
 from pardata.model._unwrap import unwrap
-from pardata.rng._rng_state import restore_generators
+from pardata.rng._rng_state import set_rng_state
 from pardata.store._rank_format import format_ranks
 from pardata.store._remote_error import is_secondary
 from pardata.store._round import exchange
@@ -101,7 +101,7 @@ class LoadedCheckpoint(NamedTuple):
                 _load(name, thing, trees[name])
             if resumes:
                 states = saved[here.rank if is_alike else 0]
-                restore_generators(states, here.device, only_seed=not is_alike)
+                set_rng_state(states, here.device, only_seed=not is_alike)
 
         exchange(store_client(), "Checkpointer.restore (loading)", load)
         self._report(here, lost)

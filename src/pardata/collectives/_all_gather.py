@@ -54,35 +54,35 @@ def all_gather(value: _T, *, differentiable: bool = False) -> list[_T]:
 
     def find() -> dict[KeyPath, Any]:
         check_bool("differentiable", differentiable)
-        found = leaves_with_path(value, by_text=True, is_leaf=_is_other)
+        found = leaves_with_path(value, by_text=True, is_leaf=_is_opaque)
         return {path: number_of(x, path) if isinstance(x, Tensor) else x for path, x in found}
 
     def text(leaf: Any) -> str:
-        return _text(leaf) + ", differentiable" * (differentiable and _carries(leaf))
+        return _text(leaf) + ", differentiable" * (differentiable and _has_gradient(leaf))
 
-    matching = CheckedCollective("all_gather", find, text)
-    parts = matching.capture(lambda: [_as_tensor(leaf) for leaf in matching.leaves], [])
+    checked = CheckedCollective("all_gather", find, text)
+    parts = checked.capture(lambda: [_as_tensor(leaf) for leaf in checked.leaves], [])
     with explain_comm_errors("all_gather"):
-        matching.all_reduce(list)
-        columns = _gathered(matching, parts)
-    for number, leaf in enumerate(matching.leaves):
-        if differentiable and _carries(leaf):
-            columns[number] = _Joined.apply(matching, columns[number], leaf)
-    ranks = [[column[rank] for column in columns] for rank in range(matching.here.size)]
-    return [matching.rebuilt(value, of_rank, _is_other) for of_rank in ranks]
+        checked.all_reduce(list)
+        columns = _gather(checked, parts)
+    for number, leaf in enumerate(checked.leaves):
+        if differentiable and _has_gradient(leaf):
+            columns[number] = _DifferentiableAllGather.apply(checked, columns[number], leaf)
+    ranks = [[column[rank] for column in columns] for rank in range(checked.here.size)]
+    return [checked.rebuilt(value, of_rank, _is_opaque) for of_rank in ranks]
 
 
-class _Joined(torch.autograd.Function):
+class _DifferentiableAllGather(torch.autograd.Function):
     """Tensors of all ranks, whose gradients go to the ranks that have them."""
 
     @staticmethod
-    def forward(ctx: Any, matching: CheckedCollective, of_ranks: Any, leaf: Tensor) -> Any:
+    def forward(ctx: Any, checked: CheckedCollective, of_ranks: Any, leaf: Tensor) -> Any:
         if none := [rank for rank, tensor in enumerate(of_ranks) if not tensor.numel()]:
             raise ValueError(
                 f"every rank must have rows of what is `differentiable`, but {format_ranks(none)} "
                 f"passed none: pass drop_last=True to make_loader, or a larger batch_size"
             )
-        ctx.here, ctx.group = matching.here, matching.group(leaf)
+        ctx.here, ctx.group = checked.here, checked.group(leaf)
         return tuple(of_ranks)
 
     @staticmethod
@@ -123,13 +123,13 @@ def broadcast(value: _T) -> _T:
 
 def broadcast_bytes(call: str, make: Callable[[], bytearray]) -> bytearray:
     """Return what `make` returns on rank 0; what it raises is raised on every rank. Collective."""
-    matching = CheckedCollective(call, dict, str)
-    data = matching.capture(make, bytearray())
+    checked = CheckedCollective(call, dict, str)
+    data = checked.capture(make, bytearray())
     with explain_comm_errors(call):
-        (length,) = matching.all_reduce(lambda: [len(data)])
+        (length,) = checked.all_reduce(lambda: [len(data)])
         payload = torch.frombuffer(data or bytearray(int(length)), dtype=torch.uint8)
-        payload = payload.to(matching.device)
-        dist.broadcast(payload, 0, group=matching.group(payload))
+        payload = payload.to(checked.device)
+        dist.broadcast(payload, 0, group=checked.group(payload))
     return bytes_of(payload)
 
 
@@ -142,7 +142,7 @@ def gather_to_rank_zero(here: World, value: _T, group: Any = None) -> list[_T]:
         return [value]
     default, device = cpu_group_and_device(here)
     group, data = group or default, serialize(value)
-    lengths = _stacked(torch.tensor([len(data)], device=device), here.size, group)
+    lengths = _stack_from_ranks(torch.tensor([len(data)], device=device), here.size, group)
     own = torch.frombuffer(data, dtype=torch.uint8).to(device)
     sent = pad(own, (0, int(lengths.max()) - len(data)))
     received = [torch.empty_like(sent) for _ in range(here.size)] if here.is_main else None
@@ -167,34 +167,34 @@ def deserialize(data: bytes | bytearray, device: object = "cpu") -> Any:
     return torch.load(io.BytesIO(data), map_location=placed, weights_only=False)
 
 
-def _gathered(matching: CheckedCollective, parts: list[Tensor]) -> list[Any]:
+def _gather(checked: CheckedCollective, parts: list[Tensor]) -> list[Any]:
     """Return of each leaf those of all ranks."""
     # What each rank brings: the rows of every leaf, then all bytes, padded to the longest.
     rows = [len(part) if part.ndim else 1 for part in parts]
-    wide = torch.tensor(rows, dtype=torch.int64, device=matching.device)
-    size = matching.here.size
-    all_rows: list[list[int]] = _stacked(wide, size, matching.group(wide)).tolist()
+    wide = torch.tensor(rows, dtype=torch.int64, device=checked.device)
+    size = checked.here.size
+    all_rows: list[list[int]] = _stack_from_ranks(wide, size, checked.group(wide)).tolist()
     row_bytes = [math.prod(part.shape[1:]) * part.element_size() for part in parts]
     sizes = [[n * b for n, b in zip(r, row_bytes, strict=True)] for r in all_rows]
-    device = matching.here.device if any(matching.wire_dtypes) else matching.device
+    device = checked.here.device if any(checked.wire_dtypes) else checked.device
     # Clones: one element of a column counts as contiguous, yet its stride forbids the view.
     flat = [p.reshape(-1).clone(memory_format=torch.contiguous_format) for p in parts]
     own = torch.cat([part.view(torch.uint8).to(device) for part in flat])
     padded = pad(own, (0, max(map(sum, sizes)) - len(own)))
-    sent = zip(_stacked(padded, size, matching.group(padded)), sizes, strict=True)
+    sent = zip(_stack_from_ranks(padded, size, checked.group(padded)), sizes, strict=True)
     received = [row[: sum(lengths)].split(lengths) for row, lengths in sent]
     both = zip(zip(*all_rows, strict=True), zip(*received, strict=True), strict=True)
     return [
         [_from_bytes(leaf, part, n, data) for n, data in zip(*column, strict=True)]
-        for leaf, part, column in zip(matching.leaves, parts, both, strict=True)
+        for leaf, part, column in zip(checked.leaves, parts, both, strict=True)
     ]
 
 
-def _carries(leaf: Any) -> bool:
+def _has_gradient(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled()
 
 
-def _is_other(value: object) -> bool:
+def _is_opaque(value: object) -> bool:
     """Return whether there is no tensor in it, so that it is pickled as a whole."""
     return not any(isinstance(leaf, Tensor) for _, leaf in leaves_with_path(value))
 
@@ -220,7 +220,7 @@ def _from_bytes(leaf: Any, part: Tensor, rows: int, data: Tensor) -> Any:
     return data.clone().view(part.dtype).view(shape).to(part.device)
 
 
-def _stacked(flat: Tensor, size: int, group: Any) -> Tensor:
+def _stack_from_ranks(flat: Tensor, size: int, group: Any) -> Tensor:
     """Stack the vectors, of one length, of all ranks."""
     if size == 1:
         return flat[None]

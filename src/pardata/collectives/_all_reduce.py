@@ -56,17 +56,17 @@ def all_reduce_mean(value: Any, weight: float | Tensor = 1) -> Any:
     >>> all_reduce_mean({"loss": 0.5, "correct": torch.tensor([3.0, 1.0])}, weight=8)
     {'loss': 0.5, 'correct': tensor([3., 1.])}
     """
-    matching = CheckedCollective("all_reduce_mean", lambda: numbers_of(value), shape_text)
-    number = matching.capture(lambda: checked_weight(weight), 0.0)
-    if matching.here.size == 1:
+    checked = CheckedCollective("all_reduce_mean", lambda: numbers_of(value), shape_text)
+    number = checked.capture(lambda: checked_weight(weight), 0.0)
+    if checked.here.size == 1:
         number = float(number > 0)  # alone, the mean is the value, to the last bit
     with explain_comm_errors("all_reduce_mean"):
-        total, sums = _reduced(matching, number)
+        total, sums = _reduce(checked, number)
     if total == 0:
         raise ValueError(
             "`weight` must be positive on at least one rank, but is 0 on all: nothing was counted"
         )
-    return matching.rebuilt(value, map(like, matching.leaves, [part / total for part in sums]))
+    return checked.rebuilt(value, map(cast_like, checked.leaves, [part / total for part in sums]))
 
 
 def all_reduce_sum(value: _T) -> _T:
@@ -120,38 +120,38 @@ def all_reduce_min(value: _T) -> _T:
 
 def _exactly(call: str, value: _T, op: Any) -> _T:
     """Reduce `value` so that whole numbers stay whole."""
-    matching = CheckedCollective(call, lambda: numbers_of(value), shape_text, exact=True)
+    checked = CheckedCollective(call, lambda: numbers_of(value), shape_text, exact=True)
     with explain_comm_errors(call):
-        _, reduced = _reduced(matching, 1, op)
-    return matching.rebuilt(value, map(_exactly_like, matching.leaves, reduced))
+        _, reduced = _reduce(checked, 1, op)
+    return checked.rebuilt(value, map(_cast_exactly, checked.leaves, reduced))
 
 
-def _reduced(matching: CheckedCollective, weight: float, op: Any = _SUM) -> tuple[float, list[Any]]:
+def _reduce(checked: CheckedCollective, weight: float, op: Any = _SUM) -> tuple[float, list[Any]]:
     """Return the sum of the weights, and each leaf, times its weight, reduced over all ranks."""
     packed: dict[Any, Values] = {}
 
-    def rides(way: Any) -> bool:
-        return way is None and op == _SUM and len(packed[None]) < PAYLOAD_SLOTS
+    def in_header(wire: Any) -> bool:
+        return wire is None and op == _SUM and len(packed[None]) < PAYLOAD_SLOTS
 
     def pack() -> list[float]:
         packed.clear()
-        for way in dict.fromkeys([None, *matching.wire_dtypes]):
-            packed[way] = _packed(matching, way, weight)
-        near = packed[None] if rides(None) else []
+        for wire in dict.fromkeys([None, *checked.wire_dtypes]):
+            packed[wire] = _flatten(checked, wire, weight)
+        near = packed[None] if in_header(None) else []
         return [weight, *(near if isinstance(near, list) else near.tolist())]
 
-    total, *near = matching.all_reduce(pack)
+    total, *near = checked.all_reduce(pack)
     reduced: dict[Any, Any] = {}
-    for way, values in packed.items():
-        if rides(way) and isinstance(values, list):
-            reduced[way] = iter(near)
+    for wire, values in packed.items():
+        if in_header(wire) and isinstance(values, list):
+            reduced[wire] = iter(near)
             continue
-        sums = matching.vector(near) if rides(way) else _sent(matching, values, op)
-        reduced[way] = iter(split_like(sums, matching.leaves_with(way)))
-    return total, [next(reduced[way]) for way in matching.wire_dtypes]
+        sums = checked.vector(near) if in_header(wire) else _all_reduce_flat(checked, values, op)
+        reduced[wire] = iter(unflatten_like(sums, checked.leaves_with(wire)))
+    return total, [next(reduced[wire]) for wire in checked.wire_dtypes]
 
 
-def split_like(flat: Tensor, leaves: list[Leaf]) -> list[Tensor]:
+def unflatten_like(flat: Tensor, leaves: list[Leaf]) -> list[Tensor]:
     """Return the front of a vector in the shapes of leaves."""
     shapes = [getattr(leaf, "shape", torch.Size()) for leaf in leaves]
     sizes = [shape.numel() for shape in shapes]
@@ -159,42 +159,42 @@ def split_like(flat: Tensor, leaves: list[Leaf]) -> list[Tensor]:
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def _packed(matching: CheckedCollective, way: Any, weight: float) -> Values:
+def _flatten(checked: CheckedCollective, wire: Any, weight: float) -> Values:
     """Return all that travels in this way, times `weight`."""
-    parts, dtype, device = matching.leaves_with(way), way, matching.here.device
-    if way is None:
+    parts, dtype, device = checked.leaves_with(wire), wire, checked.here.device
+    if wire is None:
         parts = [part.cpu() if isinstance(part, Tensor) else part for part in parts]
-        for part in filter(_is_integer_kind, parts if matching.exact else []):
+        for part in filter(_is_integer_kind, parts if checked.exact else []):
             _require_exact(part)
         # 0 * NaN is NaN: what does not count is not multiplied.
         if not any(getattr(part, "ndim", 0) for part in parts):
             # Not float of a tensor, which warns of one with a gradient.
             numbers = [part.item() if isinstance(part, Tensor) else part for part in parts]
             return [float(number) * weight if weight else 0.0 for number in numbers]
-        dtype, device = torch.float64, matching.device
+        dtype, device = torch.float64, checked.device
     # The dtype at once: a float would become a float32 first.
     wide = [torch.as_tensor(part, dtype=dtype, device=device) for part in parts]
     flat = torch.cat([part.detach().reshape(-1) for part in wide])
     return flat.mul_(weight) if weight else flat.zero_()
 
 
-def _sent(matching: CheckedCollective, values: Values, op: Any) -> Tensor:
+def _all_reduce_flat(checked: CheckedCollective, values: Values, op: Any) -> Tensor:
     """Reduce what all ranks are known to have, in a collective of its own."""
-    flat = matching.vector(values) if isinstance(values, list) else values
-    if matching.here.size == 1 or not len(flat):
+    flat = checked.vector(values) if isinstance(values, list) else values
+    if checked.here.size == 1 or not len(flat):
         return flat
     if op == _SUM or not flat.is_floating_point():
-        dist.all_reduce(flat, op, group=matching.group(flat))
+        dist.all_reduce(flat, op, group=checked.group(flat))
         return flat
     # What a backend makes of NaN depends on the order of ranks, so it travels next to the numbers.
     sign = 1 if op == dist.ReduceOp.MAX else -1
     is_nan = flat.isnan()
     both = torch.cat([flat.masked_fill(is_nan, -sign * math.inf), sign * is_nan])
-    dist.all_reduce(both, op, group=matching.group(both))
+    dist.all_reduce(both, op, group=checked.group(both))
     return both[: len(flat)].masked_fill_(both[len(flat) :] != 0, math.nan)
 
 
-def like(leaf: Leaf, value: Tensor | float, dtype: torch.dtype | None = None) -> Leaf:
+def cast_like(leaf: Leaf, value: Tensor | float, dtype: torch.dtype | None = None) -> Leaf:
     """Return `value` as a float, or as a new tensor if `leaf` is one, of its dtype if of floats."""
     if not isinstance(leaf, Tensor):
         return float(value)
@@ -204,13 +204,13 @@ def like(leaf: Leaf, value: Tensor | float, dtype: torch.dtype | None = None) ->
     return torch.full((), value, dtype=kind, device=leaf.device)  # half of torch.tensor's time
 
 
-def _exactly_like(leaf: Leaf, total: Tensor | float) -> Leaf:
+def _cast_exactly(leaf: Leaf, total: Tensor | float) -> Leaf:
     """Return `total` as the kind of number that `leaf` is, unless that would change its value."""
     # A fraction if a float was on another rank; else int64 as torch.sum, for a sum of uint8 is
     # soon beyond 255.
     if not _is_integer_kind(leaf) or not _is_integral(total):
-        return like(leaf, total, torch.float64)
-    return like(leaf, total, torch.int64) if isinstance(leaf, Tensor) else int(total)
+        return cast_like(leaf, total, torch.float64)
+    return cast_like(leaf, total, torch.int64) if isinstance(leaf, Tensor) else int(total)
 
 
 def _is_integer_kind(leaf: Leaf) -> bool:

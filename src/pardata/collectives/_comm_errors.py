@@ -14,7 +14,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from pardata.environment._world import is_alone, store_client
+from pardata.environment._world import is_single_process, store_client
 from pardata.store._caller import call_site
 from pardata.store._client import SERVER, StoreClient, append, set_once
 from pardata.store._current_op import check_allowed, current_op
@@ -65,7 +65,7 @@ class explain_comm_errors:  # noqa: N801  # a context manager, as `suppress`
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         current_op.pop(self._before)
-        if error is None or is_alone() or not is_peer_failure(error):
+        if error is None or is_single_process() or not is_peer_failure(error):
             return
         better = None
         with suppress(Exception):  # whatever goes wrong here, the first error is not lost

@@ -37,7 +37,7 @@ _MAX = dist.ReduceOp.MAX
 Leaf: TypeAlias = Tensor | float
 
 # Waits for the least and the most of each number of a collective.
-LeastAndMost: TypeAlias = Callable[[], list[tuple[int, int]]]
+WaitMinMax: TypeAlias = Callable[[], list[tuple[int, int]]]
 
 # What is summed: single numbers in a list, which takes less time, anything else in a vector.
 Values: TypeAlias = list[float] | Tensor
@@ -117,7 +117,7 @@ class CheckedCollective:
 
         return sums
 
-    def start_min_max(self, numbers: Sequence[int]) -> LeastAndMost:
+    def start_min_max(self, numbers: Sequence[int]) -> WaitMinMax:
         """Begin to compare integers below 2**53; return what waits for the least and the most."""
         signed = [*self._fingerprint()[:_HASHES], *numbers]
         # The least of a number is the most of its negative.

@@ -6,7 +6,7 @@ import time
 from types import FrameType
 from typing import Any, Self
 
-from pardata.collectives._fingerprint import CheckedCollective, LeastAndMost
+from pardata.collectives._fingerprint import CheckedCollective, WaitMinMax
 from pardata.environment._logger import get_logger
 from pardata.environment._world import require_world
 
@@ -43,7 +43,7 @@ class StopSignal:
         self._received: int | None = None
         self._agreed = False
         self._is_entered = False
-        self._sent: LeastAndMost | None = None  # whether any rank was asked
+        self._sent: WaitMinMax | None = None  # whether any rank was asked
 
     @property
     def requested(self) -> bool:
@@ -100,7 +100,7 @@ class StopSignal:
             _log.warning(text, ranks="all", once=True)
             return self
         for number in self._signals:
-            self._before[number] = signal.signal(number, self._note)
+            self._before[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -115,12 +115,12 @@ class StopSignal:
         if kind is None:
             self._last_result()
 
-    def _note(self, number: int, _: FrameType | None) -> None:
+    def _handle(self, number: int, _: FrameType | None) -> None:
         # Nothing but this: the program may be anywhere.
         self._received = self._received or number
 
 
-def may_stop(number: int) -> bool:
+def is_stop_signal(number: int) -> bool:
     """Whether a signal may ask the run to stop: by custom, or because a `StopSignal` listens."""
     listener = getattr(signal.getsignal(number), "__self__", None)
     return number in _DEFAULT or isinstance(listener, StopSignal)

@@ -23,7 +23,7 @@ from pardata.environment._world import (
     single_world,
     store_client,
 )
-from pardata.rng._seeds import default_seed, next_number
+from pardata.rng._seeds import default_seed, next_index
 from pardata.store._round import exchange, raise_if_different
 
 _log = get_logger(__name__)
@@ -100,7 +100,7 @@ def resolve(given: LoaderConfig) -> ResolvedConfig:
         plan, initial = made[0].plan, torch.initial_seed()
         compared = {"the length": plan.length, **{name: getattr(given, name) for name in _COMPARED}}
         compared["the listed samples"] = listed_samples(given.dataset) if ranks.size > 1 else ""
-        return {**compared, "drop_last": plan.drop_last, "loaders": [initial, next_number(initial)]}
+        return {**compared, "drop_last": plan.drop_last, "loaders": [initial, next_index(initial)]}
 
     def decide(facts_of_ranks: list[dict[str, Any]]) -> list[int]:
         loaders: list[list[int]] = [each.pop("loaders") for each in facts_of_ranks]  # may differ

@@ -34,9 +34,9 @@ class Collator(NamedTuple):
     microbatches: bool
     rank: int
 
-    def fork_rng(self) -> generators.Kept:
+    def fork_rng(self) -> generators.ForkedRng:
         """Return the context in which the samples of a step are read and collated."""
-        return generators.Kept(generators.default_generators() if self.reproducible else ())
+        return generators.ForkedRng(generators.default_generators() if self.reproducible else ())
 
     def context_for(
         self, user: str, step: StepInfo, microbatch: int, device: torch.device | None = None
@@ -51,7 +51,7 @@ class Collator(NamedTuple):
         if not self.microbatches:
             # Not always: NumPy takes longer to tell its state than a cache to read a batch.
             looks = step.number < _LOOKED_AT or step.number % _LOOKED_AT == 0
-            return generators.no_draws(user, device) if looks else nullcontext()
+            return generators.forbid_rng_use(user, device) if looks else nullcontext()
         seed = mix(self.seed, step.epoch, step.number, microbatch, _number_of(user))
         if device is not None:
             return generators.forked_seed(seed, device)
@@ -145,7 +145,7 @@ class MapFetcher(Dataset[Any]):
         self.collation.context_for("__getitems__", step, microbatch)  # seeds for a microbatch
         samples = self._call(self.dataset.__getitems__, indices)
         # How many numbers a share draws depends on the ranks. One by one each sample has a seed.
-        self._by_items = self.collation.microbatches or not before.moved()
+        self._by_items = self.collation.microbatches or not before.advanced()
         return samples if self._by_items else None
 
     def _samples(self, epoch: int, indices: Sequence[Any], places: Sequence[int]) -> list[Any]:

@@ -19,7 +19,7 @@ from pardata.data._loader_state import StateSchema
 from pardata.data._sampler import GlobalBatchSampler
 from pardata.data._step_source import DataLoaderOptions, StepSource
 from pardata.environment._logger import get_logger
-from pardata.rng._seeds import default_seed, take_number
+from pardata.rng._seeds import default_seed, register_loader
 
 _log = get_logger(__name__)
 
@@ -132,7 +132,7 @@ def make_loader(
     settings = resolve(LoaderConfig(**{n: plain_number(x) for n, x in locals().items()}))
     loader = Loader(settings.plan, _parts(settings), partial(_with_seed, settings))
     if settings.numbered is not None:
-        take_number(torch.initial_seed(), settings.numbered[1], loader)
+        register_loader(torch.initial_seed(), settings.numbered[1], loader)
     return loader
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, get_worker_info
 
-from pardata.collectives._stop_signal import may_stop
+from pardata.collectives._stop_signal import is_stop_signal
 from pardata.environment._logger import flush_output
 
 _LAST = -200  # after finalizers that close the queues and remove the temporary folder
@@ -43,7 +43,7 @@ def start_workers(loader: DataLoader[Any], init_fn: Callable[[int], None] | None
     """
     if not loader.num_workers:
         return iter(loader)
-    numbers = [int(n) for n in signal.Signals if may_stop(n)]
+    numbers = [int(n) for n in signal.Signals if is_stop_signal(n)]
     pipe = multiprocessing.Pipe(duplex=False)
     loader.worker_init_fn = partial(worker_init, init_fn, numbers, pipe[0])
     method = start_method(loader)

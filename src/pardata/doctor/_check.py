@@ -28,16 +28,16 @@ def check(launch: LaunchInfo, timeout: float) -> list[Finding]:
     """
     if launch.size > 1:
         with init(timeout=timeout, tune_cpu=False) as here:
-            return _trial(here)
+            return _smoke_test(here)
     # On CPUs: to which process a GPU belongs is a launcher's task.
     return run(_as_rank, world_size=2, timeout=timeout)[0]
 
 
 def _as_rank() -> list[Finding]:
-    return _trial(init(device="cpu", tune_cpu=False))
+    return _smoke_test(init(device="cpu", tune_cpu=False))
 
 
-def _trial(here: World) -> list[Finding]:
+def _smoke_test(here: World) -> list[Finding]:
     found = [Finding("joining", f"{here.size} ranks met, backend {here.backend}")]
     got, right = all_reduce_sum(here.rank + 1), here.size * (here.size + 1) // 2
 

@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 # ruff: noqa: SLF001  # process groups with public stores and options: pytorch/pytorch#151960
 
 # By which a launcher, or a user, restricts what a process sees: of CUDA, ROCm, XPU and NPU.
-_MASKS = (
+_VISIBILITY_VARIABLES = (
     *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
     *("ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES"),
 )
@@ -66,7 +66,7 @@ def widest_float_dtype(device: torch.device) -> torch.dtype:
 
 def visibility_variables() -> dict[str, str]:
     """Return the variables of this process that restrict which devices it sees."""
-    return {name: os.environ[name] for name in _MASKS if name in os.environ}
+    return {name: os.environ[name] for name in _VISIBILITY_VARIABLES if name in os.environ}
 
 
 def undetected_gpus(root: Path = Path("/")) -> tuple[str, str] | None:

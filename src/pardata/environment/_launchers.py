@@ -56,14 +56,14 @@ class Launcher(NamedTuple):
     Attributes:
         name: in `World.launcher` and `PARDATA_LAUNCHER`; two launchers may share it.
         variables: that it sets for each process, and `read` needs.
-        families: beginnings of the names of all variables that it may set.
+        prefixes: beginnings of the names of all variables that it may set.
         started: whether the variables are those of one of its processes.
         read: makes a `LaunchInfo` of them.
     """
 
     name: str
     variables: tuple[str, ...]
-    families: tuple[str, ...]
+    prefixes: tuple[str, ...]
     started: Callable[[Env], bool]
     read: Callable[[Env], LaunchInfo]
 

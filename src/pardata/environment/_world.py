@@ -122,7 +122,7 @@ class Process:
 process = Process()
 
 
-def is_alone() -> bool:
+def is_single_process() -> bool:
     """Return whether there is no group, or one of this process: in less time than `world`."""
     group = dist.group.WORLD
     return group is None or group.size() == 1
@@ -155,7 +155,7 @@ def current_world() -> World:
     if alone or is_child() or dist.group.WORLD is None:
         return single_world()
     found = group_state()
-    return existing_world(None) if found is None else found.world
+    return world_of_group(None) if found is None else found.world
 
 
 def require_world(what: str) -> World:
@@ -213,7 +213,7 @@ def single_world() -> World:
     return World(0, 1, 0, 1, 0, 1, device, None, "single")
 
 
-def existing_world(device: torch.device | None, hosts: Sequence[str] = ()) -> World:
+def world_of_group(device: torch.device | None, hosts: Sequence[str] = ()) -> World:
     """Describe a group that somebody else made, which says nothing about nodes.
 
     Args:

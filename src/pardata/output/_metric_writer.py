@@ -53,7 +53,7 @@ class MetricWriter(AbstractContextManager["MetricWriter"]):
         path.mkdir(parents=True, exist_ok=True)
         file = path / "metrics.jsonl"
         if file.exists():
-            _set_apart(file, math.inf if after is None else after)
+            _truncate_after(file, math.inf if after is None else after)
         self._file = file.open("a", encoding="utf-8")
         finalize(self, self._file.close)  # else Python warns of a file that nobody closed
         self._board = _tensorboard(path, None if after is None else after + 1)
@@ -105,14 +105,14 @@ def _number(name: str, value: object) -> float:
     return number
 
 
-def _set_apart(file: Path, after: float) -> None:
+def _truncate_after(file: Path, after: float) -> None:
     """Move the lines of steps after `after`, and a last line that was cut off, to another file.
 
     They are there before they leave this one, which is whole at any moment.
     """
     kept, moved = list[bytes](), list[bytes]()
     for line in file.read_bytes().splitlines():
-        (kept if _stays(line, after) else moved).append(line + b"\n")
+        (kept if _is_kept(line, after) else moved).append(line + b"\n")
     if moved:
         apart = file.with_name("metrics.removed.jsonl")
         with apart.open("ab") as others:
@@ -124,7 +124,7 @@ def _set_apart(file: Path, after: float) -> None:
     changed.replace(file)
 
 
-def _stays(line: bytes, after: float) -> bool:
+def _is_kept(line: bytes, after: float) -> bool:
     try:
         is_before: bool = json.loads(line)["step"] <= after
     except (ValueError, LookupError, TypeError):  # it was cut off, or is no line of ours

@@ -16,7 +16,7 @@ from pardata.environment._logger import get_logger
 from pardata.environment._world import GroupState, World, current_world, group_state, is_child
 from pardata.process_group._malloc import tune_glibc_malloc
 from pardata.process_group._rendezvous import form_group
-from pardata.process_group._shutdown import remember, report_uncaught
+from pardata.process_group._shutdown import install_excepthook, register_state
 from pardata.process_group._watchdog import Watchdog
 
 _log = get_logger(__name__)
@@ -105,8 +105,8 @@ def init(
         warns.cancel()
     with suppress(ValueError):  # who made the group need not have used a launcher's variables
         os.environ["PARDATA_JOINED"] = f"{os.getpid()} {detect_launch(os.environ).launch_id}"
-    remember(state)
-    report_uncaught(state)
+    register_state(state)
+    install_excepthook(state)
     state.hang_after = hang_after
     if hang_after:
         state.resources.callback(Watchdog(state, hang_after.total_seconds()).stop)

@@ -18,9 +18,9 @@ from torch.distributed import distributed_c10d
 
 from pardata.environment import _device
 from pardata.environment._launchers import LaunchInfo
-from pardata.environment._world import GroupState, World, existing_world, new_store_client
-from pardata.process_group._shutdown import count_out, end
-from pardata.process_group._tcp_store import not_met, open_store
+from pardata.environment._world import GroupState, World, new_store_client, world_of_group
+from pardata.process_group._shutdown import release_store, shutdown
+from pardata.process_group._tcp_store import missing_ranks_error, open_store
 from pardata.store._client import StoreClient, append, wait_for
 from pardata.store._rank_format import format_rank_table
 from pardata.store._remote_error import summary_line
@@ -55,7 +55,7 @@ def form_group(
     propose = cache(partial(_proposal, launch, backend, device))
     try:
         # Rank 0 waits for the group's timeout, and then names who did not come.
-        plan = exchange(client, "init", propose, _checked_proposals, patience + _MARGIN)
+        plan = exchange(client, "init", propose, _check_proposals, patience + _MARGIN)
         if launch is not None:
             how = {"backend": propose()["backend"], "rank": client.rank, "world_size": client.size}
             how |= {"store": dist.PrefixStore("group", part), "timeout": timeout}
@@ -72,9 +72,9 @@ def form_group(
         with suppress(Exception):  # the store must be there until the others have read the same
             if not isinstance(error, Exception):  # the others do not know
                 abort_rounds(client, f"rank {client.rank} failed first: {summary_line(error)}")
-            count_out(client, _MARGIN, hosts_store=hosts_store)
+            release_store(client, _MARGIN, hosts_store=hosts_store)
         raise
-    world = replace(_world_of(launch, propose(), plan["hosts"]), _at_the_end=end)
+    world = replace(_world_of(launch, propose(), plan["hosts"]), _at_the_end=shutdown)
     sharers = plan["cpu_sharers"][client.rank]
     return GroupState(world, client, hosts_store, cpu_group, cpu_sharers=sharers)
 
@@ -82,7 +82,7 @@ def form_group(
 def _world_of(launch: LaunchInfo | None, own: dict[str, Any], hosts: list[str]) -> World:
     device = torch.device(own["device"])
     if launch is None:
-        return existing_world(device, hosts)
+        return world_of_group(device, hosts)
     names = list(dict.fromkeys(hosts))
     node = names.index(own["host"]) if launch.node_rank is None else launch.node_rank
     nodes = len(names) if launch.num_nodes is None else launch.num_nodes
@@ -108,7 +108,7 @@ def _proposal(
     """Return what a rank tells the others before there is a group; make its device current."""
     device = None if wanted is None else torch.device(wanted)
     if launch is None:
-        world = existing_world(device)
+        world = world_of_group(device)
         device, backend = world.device, world.backend
     else:
         device = select_device(launch, device)
@@ -179,17 +179,17 @@ def with_fresh_prefix(client: StoreClient) -> StoreClient:
     own, so that no answer can be an old one.
     """
     if client.rank == 0:
-        return _hand_out_prefix(client)
+        return _serve_prefix(client)
     store, word = client.store, uuid.uuid4().hex
     append(store, "asked", word)
     if not wait_for(store, [f"answer/{word}"], client.timeout):
-        raise not_met([0], client.size, client.timeout)
+        raise missing_ranks_error([0], client.size, client.timeout)
     part = dist.PrefixStore(store.get(f"answer/{word}").decode(), store)
     append(part, "came", str(client.rank))
     return replace(client, store=part)
 
 
-def _hand_out_prefix(client: StoreClient) -> StoreClient:
+def _serve_prefix(client: StoreClient) -> StoreClient:
     """Tell each rank the name. If some do not come, the result of the first round names them."""
     name, store = uuid.uuid4().hex, client.store
     part = dist.PrefixStore(name, store)
@@ -210,7 +210,7 @@ def _hand_out_prefix(client: StoreClient) -> StoreClient:
     return replace(client, store=part)
 
 
-def _checked_proposals(proposals: list[dict[str, Any]]) -> dict[str, Any]:
+def _check_proposals(proposals: list[dict[str, Any]]) -> dict[str, Any]:
     """Require that all ranks can form one group; return how."""
     backends: list[dict[str, object]] = [{"backend": one["backend"]} for one in proposals]
     raise_if_different("init", backends, "Is a GPU driver missing on a node? Else pass `backend`.")

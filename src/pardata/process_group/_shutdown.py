@@ -34,7 +34,7 @@ _log = get_logger(__name__)
 _PATIENCE, _LINGER = timedelta(seconds=2), timedelta(seconds=30)
 
 
-def remember(state: GroupState) -> None:
+def register_state(state: GroupState) -> None:
     """Keep the state that `init` made. If it made the group, close the state at exit."""
     process.state = state
     if state.world.launcher == "existing":
@@ -42,13 +42,13 @@ def remember(state: GroupState) -> None:
     atexit.register(_close_at_exit)
     state.resources.callback(atexit.unregister, _close_at_exit)
     # Closed in the reverse order. The group before the wait for ranks that may be in a collective.
-    state.resources.callback(count_out, state.client, _LINGER, hosts_store=state.hosts_store)
+    state.resources.callback(release_store, state.client, _LINGER, hosts_store=state.hosts_store)
     state.resources.callback(_destroy_group, state)
-    state.resources.callback(_say_goodbye, state)
+    state.resources.callback(_announce_exit, state)
     state.resources.callback(os.environ.pop, "PARDATA_JOINED", None)
 
 
-def end(error: BaseException | None) -> None:
+def shutdown(error: BaseException | None) -> None:
     """Leave the group, if `init` made it; if there is an `error`, only tell the other ranks.
 
     They may then be anywhere: waiting for them would turn an error into a hang. A rank that is
@@ -63,16 +63,16 @@ def end(error: BaseException | None) -> None:
             process.state = None
             state.resources.close()
     else:
-        _fail_in_spite_of_signals(error, state)
+        _fail_despite_signals(error, state)
 
 
 def _close_at_exit() -> None:
     # The interpreter sets it for an exception that nobody caught.
     if getattr(sys, "last_value", None) is None:
-        end(None)
+        shutdown(None)
 
 
-def _say_goodbye(state: GroupState) -> None:
+def _announce_exit(state: GroupState) -> None:
     who = f"rank {state.world.rank} of {state.world.size} has left the group"
     cure = "see where its script ends, and make this call on every rank, or on none"
     with suppress(Exception):  # the store may have ended
@@ -84,7 +84,7 @@ def _destroy_group(state: GroupState) -> None:
     dist.destroy_process_group()
 
 
-def count_out(client: StoreClient, patience: timedelta, *, hosts_store: bool) -> None:
+def release_store(client: StoreClient, patience: timedelta, *, hosts_store: bool) -> None:
     """Count this rank as one that needs the store no more; if it hosts it, wait for the others."""
 
     def leave(store: dist.Store) -> None:
@@ -98,7 +98,7 @@ def count_out(client: StoreClient, patience: timedelta, *, hosts_store: bool) ->
         client.request(leave, patience)
 
 
-def report_uncaught(state: GroupState) -> None:
+def install_excepthook(state: GroupState) -> None:
     """Report an exception that nobody catches while the group of `state` is there.
 
     The hook stands before the `sys.excepthook` that it finds, and hands every exception on to it.
@@ -106,7 +106,7 @@ def report_uncaught(state: GroupState) -> None:
     following = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        end(error)
+        shutdown(error)
         following(kind, error, trace)
 
     def remove() -> None:
@@ -117,7 +117,7 @@ def report_uncaught(state: GroupState) -> None:
     state.resources.callback(remove)
 
 
-def _fail_in_spite_of_signals(error: BaseException, state: GroupState) -> None:
+def _fail_despite_signals(error: BaseException, state: GroupState) -> None:
     """Log why this rank ends, and tell the others; `error` is raised whatever happens here.
 
     The handler of a signal may raise here: PyTorch's does, of a worker that was killed, of which a
@@ -137,8 +137,8 @@ def _fail(error: BaseException, state: GroupState) -> None:
     try:
         abort_rounds(state.client, _report(error, state))
     finally:
-        Thread(target=_keep, args=[all_groups()], daemon=True).start()
-    count_out(state.client, _PATIENCE, hosts_store=state.hosts_store)
+        Thread(target=_hold_groups, args=[all_groups()], daemon=True).start()
+    release_store(state.client, _PATIENCE, hosts_store=state.hosts_store)
 
 
 def _report(error: BaseException, state: GroupState) -> str:
@@ -176,7 +176,7 @@ def _write_elastic_error_file(text: str) -> None:
             Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
 
 
-def _keep(_groups: object) -> None:
+def _hold_groups(_groups: object) -> None:
     """Keep process groups until the process has ended, as a thread that never does.
 
     If the interpreter ends a gloo group, torch 2.9 waits there for collectives that are under way,

@@ -23,13 +23,13 @@ def open_store(launch: LaunchInfo, timeout: timedelta) -> tuple[dist.Store, bool
     if launch.launch_id in _opened:
         store, hosts = _opened[launch.launch_id]
         return store.clone(), hosts  # a request that was left behind may hold its connection
-    opened = _connected(launch, timeout) if launch.master_addr else (dist.HashStore(), True)
+    opened = _connect(launch, timeout) if launch.master_addr else (dist.HashStore(), True)
     _check_run(opened[0], launch, timeout)  # before it is kept: a second try looks again
     _opened[launch.launch_id] = opened
     return opened
 
 
-def _connected(launch: LaunchInfo, timeout: timedelta) -> tuple[dist.Store, bool]:
+def _connect(launch: LaunchInfo, timeout: timedelta) -> tuple[dist.Store, bool]:
     """Return the store at the address that the launcher named, and whether this process serves it.
 
     Raises:
@@ -71,7 +71,7 @@ def _check_run(store: dist.Store, launch: LaunchInfo, timeout: timedelta) -> Non
     elif wait_for(store, [_RUN], timeout):
         theirs = store.get(_RUN).decode()
     else:
-        raise not_met([0], launch.size, timeout)
+        raise missing_ranks_error([0], launch.size, timeout)
     if theirs != ours:
         raise RuntimeError(
             f"all ranks that meet at {launch.endpoint} must be of one run, "
@@ -80,7 +80,7 @@ def _check_run(store: dist.Store, launch: LaunchInfo, timeout: timedelta) -> Non
         )
 
 
-def not_met(missing: list[int], size: int, timeout: timedelta) -> TimeoutError:
+def missing_ranks_error(missing: list[int], size: int, timeout: timedelta) -> TimeoutError:
     """Return the error that names ranks which did not come."""
     who = missing_ranks_text(missing, size, f" within {timeout}")
     return TimeoutError(f"`init` must be reached by every rank, but {who}")

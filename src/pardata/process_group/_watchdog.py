@@ -25,7 +25,7 @@ from pardata.environment._device import has_accelerator_backend
 from pardata.environment._logger import flush_output, get_logger
 from pardata.environment._world import GroupState
 from pardata.store._caller import Frame, frames_of, location, user_frame
-from pardata.store._client import SERVER, StoreClient, set_once, texts_of
+from pardata.store._client import SERVER, StoreClient, multi_get_or_none, set_once
 from pardata.store._current_op import LOADER, OpRecord, current_op
 from pardata.store._rank_format import format_rank_table, format_ranks
 from pardata.store._remote_error import is_secondary
@@ -131,14 +131,14 @@ class Watchdog(Thread):
         """Look until the group has ended, or its store."""
         while not self._stopped.wait(self._tick) and dist.group.WORLD is self._group:
             try:
-                self._look()
+                self._check()
             except Exception as error:  # noqa: BLE001  # a handler of the log may raise anything
                 if not is_secondary(error):
                     traceback.print_exc()  # as `logging` does; the next look may be fine
                 elif not self._lost:  # the store has ended, or does not answer
                     return
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         record, now = current_op.record, time.monotonic()
         frame = sys._current_frames().get(self._watched)  # noqa: SLF001  # its documented name
         if frame is None:
@@ -151,10 +151,10 @@ class Watchdog(Thread):
             over = f"watchdog/{self._number}/over"
             self._client.request(lambda store: store.set(over, ""))
             self._began = None
-        news = self._news(rank_status(record, frame))
+        news = self._poll(rank_status(record, frame))
         if self._answered is None:
             if news or waits >= self._after:
-                self._answer(rank_status(record, frame), is_first=not news, record=record)
+                self._report_self(rank_status(record, frame), is_first=not news, record=record)
         elif news:
             self._end_stall(self._after + now - self._answered)
         elif not self._has_asked and now - self._answered > self._patience:
@@ -174,7 +174,7 @@ class Watchdog(Thread):
         if failed is not None and failed.rank != self._client.rank:
             self._lost = f"rank {failed.rank} failed first: {failed.text}"
 
-    def _news(self, status: RankStatus) -> bool:
+    def _poll(self, status: RankStatus) -> bool:
         """Return whether a rank began the stall; once this one has answered, whether it is over."""
         key = f"watchdog/{self._number}/{'began' if self._answered is None else 'over'}"
         try:
@@ -183,7 +183,7 @@ class Watchdog(Thread):
             _log.warning("%s does not answer; this rank is %s", SERVER, status.text)
             raise
 
-    def _answer(self, status: RankStatus, *, is_first: bool, record: OpRecord) -> None:
+    def _report_self(self, status: RankStatus, *, is_first: bool, record: OpRecord) -> None:
         number, rank = self._number, str(self._client.rank)
 
         def answer(store: dist.Store) -> bool:
@@ -201,7 +201,7 @@ class Watchdog(Thread):
         def statuses(store: dist.Store) -> list[str | None] | None:
             if set_once(store, f"watchdog/{number}/logs", rank) != rank:
                 return None
-            return texts_of(store, [f"watchdog/at/{one}" for one in range(size)])
+            return multi_get_or_none(store, [f"watchdog/at/{one}" for one in range(size)])
 
         self._has_asked = True
         if (texts := self._client.request(statuses)) is None:

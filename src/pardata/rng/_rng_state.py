@@ -14,19 +14,19 @@ import torch
 from pardata.rng._seeds import run_seed
 
 
-class Default(NamedTuple):
+class DefaultGenerator(NamedTuple):
     """One default generator of this process: how it is seeded, its state seen and set."""
 
     seed: Callable[[int], object]
     state: Callable[[], Any]
     restore: Callable[[Any], object]
 
-    def moved_since(self, state: Any) -> bool:
+    def advanced_since(self, state: Any) -> bool:
         now = self.state()
         return not (torch.equal(now, state) if isinstance(state, torch.Tensor) else now == state)
 
 
-def _of_numpy(random_: Any) -> Default:
+def _of_numpy(random_: Any) -> DefaultGenerator:
     """Return NumPy's, whose state is taken as bytes: arrays in a dict cannot be compared."""
 
     def state() -> bytes:
@@ -35,31 +35,31 @@ def _of_numpy(random_: Any) -> Default:
     def restore(state: bytes) -> None:
         random_.set_state(pickle.loads(state))  # noqa: S301  # it was dumped here
 
-    return Default(lambda number: random_.seed(number % 2**32), state, restore)
+    return DefaultGenerator(lambda number: random_.seed(number % 2**32), state, restore)
 
 
 @cache
-def default_generators() -> tuple[Default, ...]:
+def default_generators() -> tuple[DefaultGenerator, ...]:
     """Return those of this process: Python's, NumPy's where it is installed, PyTorch's."""
-    found = [Default(random.seed, random.getstate, random.setstate)]
+    found = [DefaultGenerator(random.seed, random.getstate, random.setstate)]
     if (numpy := numpy_or_none()) is not None:
         found.append(_of_numpy(numpy.random))
     return (*found, _of_torch(torch.default_generator))
 
 
-def seed_generators(number: int, among: Iterable[Default] | None = None) -> None:
+def seed_generators(number: int, among: Iterable[DefaultGenerator] | None = None) -> None:
     """Seed generators: the default ones of this process but those of GPUs, or others."""
     for generator in default_generators() if among is None else among:
         generator.seed(number)
 
 
-class Kept:
+class ForkedRng:
     """Puts generators back, after a block, to where they are now; seeds them for it, if told to.
 
     A context manager of contextlib takes twice as long, and `backward` needs one a microbatch.
     """
 
-    def __init__(self, generators: Iterable[Default], seed: int | None = None) -> None:
+    def __init__(self, generators: Iterable[DefaultGenerator], seed: int | None = None) -> None:
         self.states, self._seed = [(each, each.state()) for each in generators], seed
 
     def __enter__(self) -> None:
@@ -71,34 +71,34 @@ class Kept:
         for generator, state in self.states:
             generator.restore(state)
 
-    def moved(self) -> bool:
+    def advanced(self) -> bool:
         """Return whether somebody drew from one, or seeded it."""
-        return any(generator.moved_since(state) for generator, state in self.states)
+        return any(generator.advanced_since(state) for generator, state in self.states)
 
 
-def kept_generators() -> Kept:
+def kept_generators() -> ForkedRng:
     """Put the default generators back, after a block, to where they were."""
-    return Kept(default_generators())
+    return ForkedRng(default_generators())
 
 
-def forked_seed(number: int, device: torch.device | None = None) -> Kept:
+def forked_seed(number: int, device: torch.device | None = None) -> ForkedRng:
     """Seed the default generators for a block, and put them back after it."""
-    return Kept((*default_generators(), *_of(device)), number)
+    return ForkedRng((*default_generators(), *_of(device)), number)
 
 
-def forked_torch_seed(number: int) -> Kept:
+def fork_torch_rng(number: int) -> ForkedRng:
     """Seed PyTorch's default generators for a block, and put them back after it.
 
     These are the CPU's, and those of accelerators in use. Their states are on the host, so no GPU
     waits.
     """
-    return Kept((default_generators()[-1], *_of_kind(torch.get_device_module())), number)
+    return ForkedRng((default_generators()[-1], *_of_kind(torch.get_device_module())), number)
 
 
-def generator_states(device: torch.device) -> bytes:
+def get_rng_state(device: torch.device) -> bytes:
     """Return where the random numbers of this process are, those of a GPU `device` included.
 
-    For `restore_generators` of any process to come.
+    For `set_rng_state` of any process to come.
     """
     of_torch = default_generators()[-1], *_of(device)
     saved = {
@@ -111,8 +111,8 @@ def generator_states(device: torch.device) -> bytes:
     return zlib.compress(json.dumps(saved, default=lambda array: array.tolist()).encode())
 
 
-def restore_generators(states: Iterable[int], device: torch.device, *, only_seed: bool) -> None:
-    """Put the random numbers to where `generator_states` found them, or only what all ranks share.
+def set_rng_state(states: Iterable[int], device: torch.device, *, only_seed: bool) -> None:
+    """Put the random numbers to where `get_rng_state` found them, or only what all ranks share.
 
     Raises:
         RuntimeError: for what it did not return.
@@ -137,15 +137,15 @@ def restore_generators(states: Iterable[int], device: torch.device, *, only_seed
 
 
 @contextmanager
-def no_draws(what: str, device: torch.device | None = None) -> Iterator[None]:
+def forbid_rng_use(what: str, device: torch.device | None = None) -> Iterator[None]:
     """Raise, after the block, if it drew from a default generator.
 
     Raises:
         RuntimeError: says that `what` drew, and how to let it.
     """
-    before = Kept((*default_generators(), *_of(device)))
+    before = ForkedRng((*default_generators(), *_of(device)))
     yield
-    if before.moved():
+    if before.advanced():
         raise RuntimeError(
             f"`{what}` must draw no random numbers from a batch whose size depends on the number "
             f"of ranks, but did: pass `microbatch_size`, so that it gets the same microbatches "
@@ -163,7 +163,7 @@ def numpy_or_none() -> Any:
     return None
 
 
-def _of(device: torch.device | None) -> tuple[Default, ...]:
+def _of(device: torch.device | None) -> tuple[DefaultGenerator, ...]:
     """Return the default generator of a GPU, or of another accelerator."""
     if device is None or device.type in ("cpu", "meta"):
         return ()
@@ -175,14 +175,14 @@ def _of(device: torch.device | None) -> tuple[Default, ...]:
     return (_of_torch(of_kind.default_generators[index]),)
 
 
-def _of_kind(of_kind: Any) -> tuple[Default, ...]:
+def _of_kind(kind: Any) -> tuple[DefaultGenerator, ...]:
     """Return the default generators of all devices of a kind that are in use."""
-    if hasattr(of_kind, "get_rng_state") and not hasattr(of_kind, "default_generators"):
+    if hasattr(kind, "get_rng_state") and not hasattr(kind, "default_generators"):
         # a kind that is one device
-        return (Default(of_kind.manual_seed, of_kind.get_rng_state, of_kind.set_rng_state),)
-    return tuple(map(_of_torch, getattr(of_kind, "default_generators", ())))
+        return (DefaultGenerator(kind.manual_seed, kind.get_rng_state, kind.set_rng_state),)
+    return tuple(map(_of_torch, getattr(kind, "default_generators", ())))
 
 
-def _of_torch(generator: torch.Generator) -> Default:
+def _of_torch(generator: torch.Generator) -> DefaultGenerator:
     # Not torch.manual_seed, which seeds every device and takes a hundred times as long.
-    return Default(generator.manual_seed, generator.get_state, generator.set_state)
+    return DefaultGenerator(generator.manual_seed, generator.get_state, generator.set_state)

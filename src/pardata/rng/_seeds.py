@@ -26,13 +26,13 @@ run_seed = RunSeed()
 loaders: dict[int, WeakValueDictionary[int, object]] = {}
 
 
-def next_number(initial: int) -> int:
+def next_index(initial: int) -> int:
     """Return the lowest number that no loader in use has."""
     taken = set(loaders.get(initial) or ())
     return next(number for number in count() if number not in taken)
 
 
-def take_number(initial: int, number: int, loader: object) -> None:
+def register_loader(initial: int, number: int, loader: object) -> None:
     """Let a loader have its number, as long as it is in use."""
     loaders.setdefault(initial, WeakValueDictionary())[number] = loader
 

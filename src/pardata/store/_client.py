@@ -106,7 +106,7 @@ def set_once(store: dist.Store, key: str, text: str) -> str:
     return found
 
 
-def texts_of(store: dist.Store, keys: Sequence[str]) -> list[str | None]:
+def multi_get_or_none(store: dist.Store, keys: Sequence[str]) -> list[str | None]:
     """Return the texts of these keys, None for one that is not set."""
     present = list(keys)
     if not store.check(present):

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import torch.distributed as dist
 
 from pardata.store._caller import call_site
-from pardata.store._client import StoreClient, set_once, texts_of, wait_for
+from pardata.store._client import StoreClient, multi_get_or_none, set_once, wait_for
 from pardata.store._current_op import check_allowed, current_op, forbidding_calls
 from pardata.store._rank_format import format_rank_table, format_ranks
 from pardata.store._remote_error import RemoteError, is_secondary, mark_secondary, type_and_message
@@ -77,7 +77,7 @@ def exchange(
         failed = result.get("errors")
         if error is not None and failed and is_secondary(error) == failed[0]["is_secondary"]:
             raise error
-        return this.value_of(result)
+        return this.value_or_raise(result)
     except Exception as raised:
         if error is None or raised is error:
             raise
@@ -192,7 +192,7 @@ class _Round:
                 self.arrive(store, value, error)
             if wait_for(store, [self._key], patience):
                 return store.get(self._key).decode()
-            return "" if left > patience else self.publish(store, self._late(store, timeout))
+            return "" if left > patience else self.publish(store, self._timed_out(store, timeout))
 
         try:
             while True:
@@ -215,13 +215,13 @@ class _Round:
         if store.add(f"count/{self._number}", 1) == client.size:
             store.delete_key(f"count/{self._number}")
             store.delete_key(f"result/{self._number - 1}")  # all are here, so all have read it
-            self.publish(store, self._decided(_entries(store, client.size)))
+            self.publish(store, self._decide_result(_entries(store, client.size)))
 
     def publish(self, store: dist.Store, result: Result) -> str:
         """Write a result if none stands; return the one that stands."""
         return set_once(store, self._key, json.dumps(result))
 
-    def value_of(self, result: Result) -> Any:
+    def value_or_raise(self, result: Result) -> Any:
         """Return the value of a result, or raise what it has instead."""
         client = self._client
         if "closed" in result:
@@ -239,16 +239,17 @@ class _Round:
             raise mark_secondary(RuntimeError("\n".join([*(e.summary for e in errors), seen])))
         return result["value"]
 
-    def _late(self, store: dist.Store, timeout: timedelta) -> Result:
+    def _timed_out(self, store: dist.Store, timeout: timedelta) -> Result:
         """Return the result of a rank that has waited in vain."""
         entries = _entries(store, self._client.size)
         late = [rank for rank, entry in enumerate(entries) if entry["round"] < self._number]
         if not late:
-            return self._decided(entries)  # the last rank to arrive has ended before it gave it
+            # The last rank to arrive has ended before it wrote the result.
+            return self._decide_result(entries)
         text = missing_ranks_text(late, self._client.size, f" within {timeout}")
         return {"closed": ["TimeoutError", text]}
 
-    def _decided(self, entries: list[dict[str, Any]]) -> Result:
+    def _decide_result(self, entries: list[dict[str, Any]]) -> Result:
         """Return the result of the contributions of all ranks."""
         later = ", which comes later"  # a rank's wait may have been interrupted
         calls = [entry["call"] + later * (entry["round"] > self._number) for entry in entries]
@@ -267,7 +268,7 @@ class _Round:
 
 def _entries(store: dist.Store, size: int) -> list[dict[str, Any]]:
     """Return the last contribution of each rank, of round 0 if there is none yet."""
-    texts = texts_of(store, [f"at/{rank}" for rank in range(size)])
+    texts = multi_get_or_none(store, [f"at/{rank}" for rank in range(size)])
     return [json.loads(text or '{"round": 0}') for text in texts]
 
 

@@ -12,11 +12,11 @@ from pardata.collectives._comm_errors import explain_comm_errors
 from pardata.data._microbatches import Microbatches
 from pardata.data._sample_count import is_empty
 from pardata.environment._logger import get_logger
-from pardata.environment._world import is_alone, require_world, world
+from pardata.environment._world import is_single_process, require_world, world
 from pardata.model._grad_stash import BufferSnapshot, StashedGradients
 from pardata.model._torch_internals import parameters_of, sync_batch_norms
 from pardata.model._unwrap import is_parallel
-from pardata.rng._rng_state import forked_torch_seed, kept_generators
+from pardata.rng._rng_state import fork_torch_rng, kept_generators
 from pardata.store._current_op import current_op
 from pardata.strategies._forward import check_forward, scalar_loss, sum_terms, upcast, zero_backward
 from pardata.strategies._loss_weights import Count, LossWeights, Microbatch, positive
@@ -154,8 +154,8 @@ def backward(
     True
     """
     # What is checked of a model that nobody else trains is checked in its first step.
-    is_known = count is None and is_alone() and callable(loss_fn) and model in _trained_alone
-    if is_known and (not isinstance(batch, Microbatches) or len(batch) == 1):
+    seen = count is None and is_single_process() and callable(loss_fn) and model in _trained_alone
+    if seen and (not isinstance(batch, Microbatches) or len(batch) == 1):
         return _single(model, loss_fn, batch, scaler)
     _check_arguments(model, loss_fn)
     step = _step_of(model, batch, scaler)
@@ -163,7 +163,7 @@ def backward(
     with explain_comm_errors("backward", batch), step.synchronized():
         for one in step.share.microbatches:
             current_op.heartbeat()
-            with step.microbatch(one), forked_torch_seed(microbatch_seed(batch, one.number)):
+            with step.microbatch(one), fork_torch_rng(microbatch_seed(batch, one.number)):
                 (_run if one.count else _run_placeholder)(step, model, loss_fn, one)
     if type(step) is Step and step.size == 1:
         _trained_alone.add(model)
@@ -199,7 +199,7 @@ def _single(model: nn.Module, loss_fn: LossFn, batch: Any, scaler: GradScaler | 
     if is_empty(microbatch):
         positive(0)
     aside = StashedGradients(parameters_of(model))
-    with aside, forked_torch_seed(microbatch_seed(batch, first)):
+    with aside, fork_torch_rng(microbatch_seed(batch, first)):
         with forbidden_in(batch):
             returned = loss_fn(model, microbatch)
         if not isinstance(returned, Tensor):
@@ -221,7 +221,7 @@ def _step_of(model: nn.Module, batch: Any, scaler: GradScaler | None) -> Step:
         require_world("backward")
     step = strategy.step(model, layer, scaler, batch)
     _check_batch_norms(step, batch)
-    if is_alone() or step.size > 1:
+    if is_single_process() or step.size > 1:
         return step
     name = type(model).__name__
     if is_parallel(step.module):

@@ -139,8 +139,8 @@ class StepCounts:
         """Begin to add up over the ranks: how many are no integers, counts, and a hash."""
         is_world = replicas.size > 1 and replicas.size == dist.get_world_size()
         # In the form of every other collective here: a rank that is in another one gets an error.
-        matching = CheckedCollective("backward", self._ask, lambda _: "count") if is_world else None
-        if matching is None:
+        checked = CheckedCollective("backward", self._ask, lambda _: "count") if is_world else None
+        if checked is None:
             self._ask()
         table = self._table()
         own = [math.fsum(column) for column in zip(*table, strict=True)] or [0.0] * len(self._names)
@@ -148,8 +148,8 @@ class StepCounts:
         # Without a `count` this is a model's first step: do all ranks have the same samples?
         if self._count is num_samples:
             own += fingerprint_slots(_beginning(self._pairs[0][0], replicas), replicas.size)
-        if matching is not None:
-            return matching.start(own)
+        if checked is not None:
+            return checked.start(own)
         if replicas.size == 1:
             return lambda: own
         device = next(replicas.layer.parameters()).device

@@ -13,7 +13,7 @@ from torch.amp import GradScaler
 
 from pardata.data._microbatches import Microbatches
 from pardata.environment._device import sequence_number
-from pardata.environment._world import is_alone, world
+from pardata.environment._world import is_single_process, world
 from pardata.model._fsdp_utils import unsharded_parameters
 from pardata.model._grad_stash import BufferSnapshot, StashedGradients
 from pardata.model._torch_internals import parameters_of, uncompiled
@@ -252,7 +252,7 @@ def microbatch_seed(batch: Any, number: int = 0) -> int:
         return mix(_mixed(seed, batch.epoch) + batch.step, number, *again)
     run_seed.calls += 1
     seed = torch.default_generator.initial_seed() if run_seed.seed is None else run_seed.seed
-    rank = 0 if is_alone() else world().rank
+    rank = 0 if is_single_process() else world().rank
     return _mixed(seed, rank) + run_seed.calls
 
 

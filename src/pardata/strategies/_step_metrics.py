@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pardata._pytree import KeyPath, keystr, leaves_with_path, map_with_path
-from pardata.collectives._all_reduce import like, shape_text, split_like
+from pardata.collectives._all_reduce import cast_like, shape_text, unflatten_like
 from pardata.collectives._fingerprint import Leaf, fingerprint_slots, fingerprints_match, number_of
 from pardata.data._batch_utils import iter_tensors
 from pardata.data._sample_count import num_samples
@@ -179,7 +179,7 @@ class StepMetrics:
 
     def set_means(self, sums: Tensor, total: float | Tensor) -> None:
         """Take the means over the microbatches of all ranks, whose loss counts `total`."""
-        parts = split_like(sums, self._first())
+        parts = unflatten_like(sums, self._first())
         self._means = [part / total for part in parts[: self._weighted]] + parts[self._weighted :]
 
     def result(self) -> Any:
@@ -192,12 +192,12 @@ class StepMetrics:
         if not self._text:
             return loss
         first = self._weighted - 1
-        values = list(map(like, leaves[:first], metrics[:first]))
+        values = list(map(cast_like, leaves[:first], metrics[:first]))
         for leaf, total, count in zip(
             leaves[first::2], metrics[first::2], metrics[first + 1 :: 2], strict=True
         ):
             of_sums = self._flat(total) / self._flat(count)  # a number is a vector of one here
-            values.append(like(leaf, of_sums.view(getattr(leaf, "shape", ()))))
+            values.append(cast_like(leaf, of_sums.view(getattr(leaf, "shape", ()))))
         found = dict(zip(self._paths, values, strict=True))
         return loss, map_with_path(self._metrics, lambda path, _: found[path])
 

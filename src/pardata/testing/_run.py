@@ -26,7 +26,7 @@ Args = TypeVarTuple("Args")
 
 # How long the others may run after one rank has failed, to fail in their turn.
 _GRACE = 5.0
-_OWN = ("PARDATA_JOINED", "PARDATA_LAUNCHER")
+_JOINED = ("PARDATA_JOINED", "PARDATA_LAUNCHER")
 # The last two are imported by the first optimizer and by fully_shard, and take a second.
 _PRELOADED = ["pardata.testing", "torch._dynamo", "torch.distributed.fsdp"]
 
@@ -72,13 +72,13 @@ def run(
     job = pickle.dumps((fn, args))
     with tempfile.TemporaryDirectory(prefix="pardata-run-") as directory:
         method = multiprocessing.get_start_method(allow_none=True)
-        settings = _Settings(directory, world_size, timeout, variables, method)
+        settings = _Job(directory, world_size, timeout, variables, method)
         processes: list[tuple[Any, Connection]] = []
         outcomes: dict[int, Any] = {}
         try:
             # One by one: those before one that cannot be started are ended.
-            processes.extend(_started(rank, settings, job) for rank in range(world_size))
-            return _results(processes, outcomes, settings)
+            processes.extend(_start(rank, settings, job) for rank in range(world_size))
+            return _join(processes, outcomes, settings)
         finally:
             for rank, (process, pipe) in enumerate(processes):
                 process.join(timeout=_GRACE if rank in outcomes else 0)
@@ -92,13 +92,13 @@ def _environment(added: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a rank: those of this process, without its launcher's, and more."""
     # A test that inherits the launcher of its runner would join as somebody else's rank. The
     # server's environment is that of its start; a test may have changed its own since.
-    left_out = {*_OWN, *(name for launcher in LAUNCHERS for name in launcher.variables)}
-    families = tuple(family for launcher in LAUNCHERS for family in launcher.families)
-    own = ((n, text) for n, text in os.environ.items() if not n.startswith(families))
+    left_out = {*_JOINED, *(name for launcher in LAUNCHERS for name in launcher.variables)}
+    prefixes = tuple(family for launcher in LAUNCHERS for family in launcher.prefixes)
+    own = ((n, text) for n, text in os.environ.items() if not n.startswith(prefixes))
     return {**{n: text for n, text in own if n not in left_out}, **added}
 
 
-class _Settings(NamedTuple):
+class _Job(NamedTuple):
     """What the processes of one run have in common."""
 
     directory: str
@@ -108,7 +108,7 @@ class _Settings(NamedTuple):
     start_method: str | None
 
 
-def _started(rank: int, settings: _Settings, job: bytes) -> tuple[Any, Connection]:
+def _start(rank: int, settings: _Job, job: bytes) -> tuple[Any, Connection]:
     """Return the process of a rank, and where it sends a `RemoteError`, or its pickled result."""
     pipe, there = multiprocessing.Pipe(duplex=False)
     # A server process that has imported torch forks a rank in milliseconds; a fresh interpreter
@@ -121,8 +121,8 @@ def _started(rank: int, settings: _Settings, job: bytes) -> tuple[Any, Connectio
     return process, pipe
 
 
-def _results(
-    processes: list[tuple[Any, Connection]], outcomes: dict[int, Any], settings: _Settings
+def _join(
+    processes: list[tuple[Any, Connection]], outcomes: dict[int, Any], settings: _Job
 ) -> list[Any]:
     """Return what the ranks return, or raise what the first one to fail raised.
 
@@ -134,7 +134,7 @@ def _results(
         if not ready:
             if failures:  # the others are stuck because of it
                 break
-            raise TimeoutError(_stuck_text(waiting, settings))
+            raise TimeoutError(_timeout_text(waiting, settings))
         for rank in waiting:
             process, pipe = processes[rank]
             if pipe in ready:
@@ -157,7 +157,7 @@ def _received(rank: int, process: Any, pipe: Connection) -> Any:
         return RemoteError(rank, "run", f"ProcessDied: {text}", text)
 
 
-def _stuck_text(stuck: list[int], settings: _Settings) -> str:
+def _timeout_text(stuck: list[int], settings: _Job) -> str:
     table = ""
     for rank in stuck:
         file = Path(f"{settings.directory}/stack-{rank}")
@@ -169,7 +169,7 @@ def _stuck_text(stuck: list[int], settings: _Settings) -> str:
     )
 
 
-def _work(rank: int, settings: _Settings, job: bytes, pipe: Connection) -> None:
+def _work(rank: int, settings: _Job, job: bytes, pipe: Connection) -> None:
     """Be one rank: join, run, report."""
     gc.freeze()  # a collection would walk all that the server has imported, torch among it
     # That of the parent, for a rank's own children: a process from a server would ask for another
@@ -190,7 +190,7 @@ def _work(rank: int, settings: _Settings, job: bytes, pipe: Connection) -> None:
     pipe.send(outcome)
 
 
-def _joined_call(rank: int, settings: _Settings, job: bytes) -> Any:
+def _joined_call(rank: int, settings: _Job, job: bytes) -> Any:
     size, limit = settings.size, timedelta(seconds=settings.timeout)
     store = dist.FileStore(f"{settings.directory}/store", size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)

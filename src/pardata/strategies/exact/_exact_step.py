@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pardata.collectives._fingerprint import CheckedCollective, LeastAndMost
+from pardata.collectives._fingerprint import CheckedCollective, WaitMinMax
 from pardata.data._microbatches import Microbatches
 from pardata.environment._world import cpu_group_and_device, world
 from pardata.model._grad_stash import StashedGradients
 from pardata.model._torch_internals import parameters_of
-from pardata.rng._rng_state import Kept, default_generators, seed_generators
+from pardata.rng._rng_state import ForkedRng, default_generators, seed_generators
 from pardata.rng._seeds import mix, run_seed
 from pardata.store._remote_error import mark_secondary
 from pardata.strategies._loss_weights import Microbatch, started
@@ -48,7 +48,7 @@ class ExactStep(Step):
     for: what ranks must know of each other before that, they tell on the CPU.
     """
 
-    _vote: LeastAndMost | None = None
+    _vote: WaitMinMax | None = None
     _answer: _Agreement | None = None
     # A rank without microbatches runs a placeholder, to learn the structure of the metrics.
     min_microbatches = 1
@@ -72,8 +72,8 @@ class ExactStep(Step):
         self._begin()
         failed = self._refusal  # also where this rank runs nothing
         # Python's and NumPy's generators are kept once a step: for NumPy that takes 70 µs.
-        kept, aside = Kept(default_generators()[:-1]), StashedGradients(parameters_of(self.module))
-        with kept, aside, active_step(self.layer):
+        stash = StashedGradients(parameters_of(self.module))
+        with ForkedRng(default_generators()[:-1]), stash, active_step(self.layer):
             try:
                 try:
                     # Here: a rank that fails later has taken part, where fractions are added.

@@ -10,10 +10,9 @@ import torch
 
 from pardata.rng._rng_state import (
     forbid_rng_use,
+    fork_rng,
     fork_torch_rng,
-    forked_seed,
     get_rng_state,
-    kept_generators,
     seed_generators,
     set_rng_state,
 )
@@ -44,7 +43,7 @@ def test_each_generator_is_put_back_and_what_it_has_in_reserve_and_a_draw_is_not
     DRAWS[name]()
     text = "`collate_fn` must draw no random numbers from a batch whose size depends on"
     with (
-        kept_generators(),
+        fork_rng(),
         pytest.raises(RuntimeError, match=text),
         forbid_rng_use("collate_fn", CPU),
     ):
@@ -75,7 +74,7 @@ def draw_from(generator):
 def test_of_the_gpus_only_the_one_asked_for_is_seeded_and_put_back(gpus, device, own):
     other = gpus[1 - own].get_state()
     state = gpus[own].get_state()
-    with forked_seed(8, torch.device(device)):
+    with fork_rng(8, torch.device(device)):
         found = draw_from(gpus[own])
         assert found == draw_from(torch.Generator().manual_seed(8))
     assert torch.equal(gpus[own].get_state(), state)
@@ -93,7 +92,7 @@ def test_an_accelerator_without_generators_of_its_own_to_hand_out_is_seeded_and_
     }.items():
         monkeypatch.setattr(torch.mps, name, does)
     state = own.get_state()
-    with forked_seed(8, torch.device("mps")):
+    with fork_rng(8, torch.device("mps")):
         assert draw_from(own) == draw_from(torch.Generator().manual_seed(8))
     assert torch.equal(own.get_state(), state)
     monkeypatch.setattr(torch, "get_device_module", lambda _=None: torch.mps)

@@ -18,7 +18,7 @@ from pardata.collectives._barrier import rank_zero_first
 from pardata.data._batch_utils import Ragged
 from pardata.data._batched_read import BatchReadable
 from pardata.environment._world import require_world, store_client
-from pardata.rng._rng_state import kept_generators
+from pardata.rng._rng_state import fork_rng
 from pardata.store._round import Facts, exchange, raise_if_different
 
 
@@ -70,7 +70,7 @@ def cache_dataset(
     (tensor([3, 9]), 3)
     """
     here = require_world("cache_dataset")
-    with kept_generators():
+    with fork_rng():
         files: CacheManifest
         first: Any
         workers = 0

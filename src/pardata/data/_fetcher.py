@@ -54,7 +54,7 @@ class Collator(NamedTuple):
             return generators.forbid_rng_use(user, device) if looks else nullcontext()
         seed = mix(self.seed, step.epoch, step.number, microbatch, _number_of(user))
         if device is not None:
-            return generators.forked_seed(seed, device)
+            return generators.fork_rng(seed, device)
         generators.seed_generators(seed)
         return nullcontext()
 

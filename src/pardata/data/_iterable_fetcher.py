@@ -17,7 +17,7 @@ from pardata.data._loader_state import Position
 from pardata.data._plan import FetchedStep, Plan, StepInfo, local_range
 from pardata.data._step_source import StepSource
 from pardata.environment._world import store_client
-from pardata.rng._rng_state import kept_generators, seed_generators
+from pardata.rng._rng_state import fork_rng, seed_generators
 from pardata.rng._seeds import mix
 from pardata.store._rank_format import format_ranks
 from pardata.store._remote_error import RemoteError
@@ -75,7 +75,7 @@ class IterableFetcher(IterableDataset[FetchedStep]):
             return
         samples, digest = self._seeded(epoch, rows, *reader, first=delivered), ""
         for number in count(delivered // rows + worker, workers):
-            with kept_generators():
+            with fork_rng():
                 read = list(islice(samples, rows))
             if not read or (len(read) < rows and plan.drop_last):
                 return

@@ -19,7 +19,7 @@ from pardata.data._loader_state import Position
 from pardata.data._plan import Plan, StepInfo
 from pardata.data._shuffle import Shuffle
 from pardata.environment._world import World, store_client
-from pardata.rng._rng_state import forked_seed
+from pardata.rng._rng_state import fork_rng
 from pardata.rng._seeds import mix
 from pardata.store._remote_error import type_and_message
 from pardata.store._round import exchange, raise_if_different
@@ -208,7 +208,7 @@ class GlobalBatchSampler(Sampler[FetchRequest]):
                 self.sampler.set_epoch(epoch)
             length = length_of(self.sampler)
             most = _MOST if length is None else length
-            with forked_seed(mix(self.seed, epoch)), cpu_default_device():
+            with fork_rng(mix(self.seed, epoch)), cpu_default_device():
                 drawn = list(islice(self.sampler, most + 1))
         except Exception as error:  # user code: whatever it raises
             what = f"`{self.name}` failed in epoch {epoch} on rank {self.ranks.rank}"

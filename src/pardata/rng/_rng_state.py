@@ -76,14 +76,9 @@ class ForkedRng:
         return any(generator.advanced_since(state) for generator, state in self.states)
 
 
-def kept_generators() -> ForkedRng:
-    """Put the default generators back, after a block, to where they were."""
-    return ForkedRng(default_generators())
-
-
-def forked_seed(number: int, device: torch.device | None = None) -> ForkedRng:
-    """Seed the default generators for a block, and put them back after it."""
-    return ForkedRng((*default_generators(), *_of(device)), number)
+def fork_rng(seed: int | None = None, device: torch.device | None = None) -> ForkedRng:
+    """Restore the default generators after a block, which begins with `seed` if one is given."""
+    return ForkedRng((*default_generators(), *_of(device)), seed)
 
 
 def fork_torch_rng(number: int) -> ForkedRng:
@@ -143,7 +138,7 @@ def forbid_rng_use(what: str, device: torch.device | None = None) -> Iterator[No
     Raises:
         RuntimeError: says that `what` drew, and how to let it.
     """
-    before = ForkedRng((*default_generators(), *_of(device)))
+    before = fork_rng(device=device)
     yield
     if before.advanced():
         raise RuntimeError(

@@ -16,7 +16,7 @@ from pardata.environment._world import is_single_process, require_world, world
 from pardata.model._grad_stash import BufferSnapshot, StashedGradients
 from pardata.model._torch_internals import parameters_of, sync_batch_norms
 from pardata.model._unwrap import is_parallel
-from pardata.rng._rng_state import fork_torch_rng, kept_generators
+from pardata.rng._rng_state import fork_rng, fork_torch_rng
 from pardata.store._current_op import current_op
 from pardata.strategies._forward import check_forward, scalar_loss, sum_terms, upcast, zero_backward
 from pardata.strategies._loss_weights import Count, LossWeights, Microbatch, positive
@@ -281,7 +281,7 @@ def _run_placeholder(
     shared = [norm for norm in sync_batch_norms(module) if norm.training]
     others = (part for part in module.modules() if part not in shared)
     # The backward too: parts that are checkpointed run again in it.
-    with BufferSnapshot(others), kept_generators():
+    with BufferSnapshot(others), fork_rng():
         loss, outputs = _forward(step, model, loss_fn, placeholder)
         if step.scaler is not None:
             step.scaler.scale(loss.detach())  # a scaler must have scaled once

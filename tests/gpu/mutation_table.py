@@ -233,8 +233,8 @@ MUTATIONS = {
     ),
     "small numbers travel with gradients, on the GPU": Mutation(
         "environment/_world.py",
-        'return None, _CPU if _device.supports_device(here.backend, "cpu") else here.device',
-        "return None, here.device",
+        'return None, _CPU if _device.supports_device(world.backend, "cpu") else world.device',
+        "return None, world.device",
         f"{RANKS} -k beside_gradients",
     ),
     "small numbers travel with gradients, over gloo": Mutation(

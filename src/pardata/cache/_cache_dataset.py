@@ -69,7 +69,7 @@ def cache_dataset(
     ...     cache_dataset(squares, directory)[3]
     (tensor([3, 9]), 3)
     """
-    here = require_world("cache_dataset")
+    world = require_world("cache_dataset")
     with fork_rng():
         files: CacheManifest
         first: Any
@@ -78,7 +78,7 @@ def cache_dataset(
         def look() -> Facts:
             nonlocal files, first, workers
             check_map_style(dataset, " to be cached")
-            workers = num_decoders(num_workers, dataset, here)
+            workers = num_decoders(num_workers, dataset, world)
             files, first = manifest_of(dataset, directory)
             return {"the class": class_name(dataset), "the length": files.source["length"]}
 
@@ -87,7 +87,7 @@ def cache_dataset(
         exchange(store_client(), "cache_dataset", look, differ)
         # The build takes as long as it takes, and a bar shows its progress.
         with rank_zero_first(local=True, timeout=3e7):
-            if here.is_local_main:
+            if world.is_local_main:
                 build_if_missing(dataset, files, workers)
             return CachedDataset(dataset, files, first)
 

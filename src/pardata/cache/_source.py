@@ -39,11 +39,11 @@ Fields: TypeAlias = dict[str, Tensor]
 _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}  # a bool is an int, too
 
 
-def num_decoders(num_workers: Any, dataset: Any, here: World) -> int:
+def num_decoders(num_workers: Any, dataset: Any, world: World) -> int:
     """Return how many processes decode."""
     if num_workers != "auto":
-        return resolve_num_workers(num_workers, dataset, here)
-    cores = cpus_per_rank(replace(here, local_size=1))  # the other ranks wait: theirs are free
+        return resolve_num_workers(num_workers, dataset, world)
+    cores = cpus_per_rank(replace(world, local_size=1))  # the other ranks wait: theirs are free
     return cores if cores > 1 and len(dataset) >= _WORTH_WORKERS else 0
 
 

@@ -113,7 +113,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             OSError: the checkpoint cannot be written. Every rank raises it, and what was there
                 before stays.
         """
-        here = require_world("Checkpointer.save")
+        world = require_world("Checkpointer.save")
         self.wait()
         step, own = plain_number(step), per_rank or {}
         objects = {name: plain_number(thing) for name, thing in objects.items()}
@@ -128,15 +128,15 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
                     f"`per_rank` must be a dict of things by names that no other thing has, but is "
                     f"{shorten(repr(own), 100)}: pass per_rank={{'buffer': buffer}}"
                 )
-            snapshot = Snapshot(here, objects, own, copy=self._asynchronous)
+            snapshot = Snapshot(world, objects, own, copy=self._asynchronous)
             named = {"objects": list(objects), "per_rank": list(own)}
             return {"options": {"step": step, **named, **self._options}, "details": snapshot.texts}
 
         require_equal(store_client(), "Checkpointer.save", describe, _raise_of_what_differs)
         with explain_comm_errors("Checkpointer.save"):  # a round would send them to all ranks
-            generators = gather_to_rank_zero(here, get_rng_state(here.device))
+            generators = gather_to_rank_zero(world, get_rng_state(world.device))
         contents = {"objects": snapshot.trees, "sharded": list(snapshot.parts)}
-        self._start(here, step, snapshot, {**contents, "generators": generators})
+        self._start(world, step, snapshot, {**contents, "generators": generators})
 
     def restore(self, *, at: int | None = None, **objects: Any) -> Restored:
         """Give `objects` the state of the newest complete checkpoint. Collective.
@@ -170,7 +170,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
                 state then, so make all of them anew.
             NotADirectoryError: the directory is a file.
         """
-        here = require_world("Checkpointer.restore")
+        world = require_world("Checkpointer.restore")
         self.wait()
         at, likes = plain_number(at), Templates()
 
@@ -183,8 +183,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
 
         differ = partial(raise_if_different, "Checkpointer.restore", cure=_CURE)
         exchange(store_client(), "Checkpointer.restore", describe, differ)
-        if (found := load_latest(here, self._directory, at)) is not None:
-            return found.apply(here, objects, likes)
+        if (found := load_latest(world, self._directory, at)) is not None:
+            return found.apply(world, objects, likes)
         _log.info("there is no checkpoint in %s: the run starts from step 0", self._directory)
         return Restored()
 
@@ -209,7 +209,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         if kind is None:
             self.wait()
 
-    def _start(self, here: World, step: int, taken: Snapshot, contents: dict[str, Any]) -> None:
+    def _start(self, world: World, step: int, taken: Snapshot, contents: dict[str, Any]) -> None:
         """Write a checkpoint, or begin to in the background. Collective."""
         path = rank_zero_call(self._folder.begin, step)
         is_shared = taken.parts or taken.own
@@ -220,19 +220,19 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             records: dict[str, Record] = {}
             if is_shared:
                 group = self._group
-                metadata, records = shards.write(here, path, taken.parts, taken.own, group)
+                metadata, records = shards.write(world, path, taken.parts, taken.own, group)
                 contents["metadata"] = metadata
-            if here.is_main:
+            if world.is_main:
                 records[STATE] = save(contents, path / STATE)
             return records
 
         work = partial(self._folder.finish, {"step": step, **taken.facts}, write)
         if self._asynchronous:
             self._background = BackgroundTask(
-                work if here.is_main else write, f"the checkpoint of step {step}"
+                work if world.is_main else write, f"the checkpoint of step {step}"
             )
             return
-        if not here.is_main:
+        if not world.is_main:
             with suppress(OSError):  # it is on all ranks, and rank 0 tells
                 write()
         rank_zero_call(work)

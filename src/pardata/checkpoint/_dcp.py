@@ -37,12 +37,12 @@ def shard_like(leaf: Any, like: Any) -> Any:
 
 
 def write(
-    here: World, checkpoint: Path, parts: Mapping[KeyPath, Tensor], own: Any, group: Any
+    world: World, checkpoint: Path, parts: Mapping[KeyPath, Tensor], own: Any, group: Any
 ) -> tuple[Any, dict[str, Record]]:
     """Write this rank's parts of tensors, and what it has of its own. Collective.
 
     Args:
-        here: this process.
+        world: this process.
         checkpoint: the folder to write in.
         parts: sharded tensors, by where they are.
         own: what this rank alone has, or nothing.
@@ -63,20 +63,20 @@ def write(
         with _failures_as_os_errors():
             dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), process_group=group)
     try:
-        if parts and here.is_main:
+        if parts and world.is_main:
             import torch.distributed.checkpoint as dcp  # noqa: PLC0415  # slow to import
 
             # From the file: torch 2.9 returns it without the places of the parts.
             metadata = dcp.FileSystemReader(folder).read_metadata()
             metadata.storage_meta = None  # its path is no more that of the checkpoint
-        for path in folder.glob(f"__{here.rank}_*"):  # as PyTorch names a rank's
+        for path in folder.glob(f"__{world.rank}_*"):  # as PyTorch names a rank's
             records[f"{_FOLDER}/{path.name}"] = record_of(path)
         if own:
-            name = PER_RANK_FILE.format(here.rank)
+            name = PER_RANK_FILE.format(world.rank)
             records[name] = save(own, checkpoint / name)
     except Exception as error:  # noqa: BLE001  # whatever it is, rank 0 waits for this one
-        why = f"rank {here.rank}: {error!r}"
-    reports = gather_to_rank_zero(here, (records, why), group)
+        why = f"rank {world.rank}: {error!r}"
+    reports = gather_to_rank_zero(world, (records, why), group)
     if failed := "; ".join(why for _, why in reports if why):
         raise OSError(f"every rank must write what it has of its own, but not all could: {failed}")
     return metadata, {file: record for known, _ in reports for file, record in known.items()}

@@ -74,11 +74,11 @@ class LoadedCheckpoint(NamedTuple):
     generators: list[Any]
     metadata: Any = None
 
-    def apply(self, here: World, things: Mapping[str, Any], likes: Templates) -> Restored:
+    def apply(self, world: World, things: Mapping[str, Any], likes: Templates) -> Restored:
         """Give things their states, and return the rest. Collective.
 
         Args:
-            here: this process.
+            world: this process.
             things: by name.
             likes: what shows how their parts are to be sharded.
 
@@ -94,20 +94,20 @@ class LoadedCheckpoint(NamedTuple):
         trees = self.trees_of(things, values, likes)
         # What can be iterated shows that a run resumes, and not only what the run has learnt.
         bare = [one for one in things.values() if not isinstance(one, nn.Module)]
-        resumes, is_alike = any(hasattr(one, "__iter__") for one in bare), len(saved) == here.size
+        resumes, is_alike = any(hasattr(one, "__iter__") for one in bare), len(saved) == world.size
 
         def load() -> None:
             for name, thing in things.items():
                 _load(name, thing, trees[name])
             if resumes:
-                states = saved[here.rank if is_alike else 0]
-                set_rng_state(states, here.device, only_seed=not is_alike)
+                states = saved[world.rank if is_alike else 0]
+                set_rng_state(states, world.device, only_seed=not is_alike)
 
         exchange(store_client(), "Checkpointer.restore (loading)", load)
-        self._report(here, lost)
+        self._report(world, lost)
         if resumes and not is_alike:
             text = "the seed is restored, but no random generators: %d process(es) saved theirs"
-            _log.info(f"{text}, and there are %d now", len(saved), here.size)
+            _log.info(f"{text}, and there are %d now", len(saved), world.size)
         return Restored(self.manifest["step"], {n: trees[n] for n in values}, _is_there=True)
 
     def _require(self, names: Iterable[str]) -> None:
@@ -119,7 +119,7 @@ class LoadedCheckpoint(NamedTuple):
                 f"not; the checkpoint {self.path} has {', '.join(map(repr, saved)) or 'none'}"
             )
 
-    def _report(self, here: World, lost: list[str]) -> None:
+    def _report(self, world: World, lost: list[str]) -> None:
         """Log what is restored, and what is not."""
         step, processes = self.manifest["step"], self.manifest["processes"]
         text = "pardata restored step %d of %s, saved by %d process(es) with torch %s"
@@ -127,7 +127,7 @@ class LoadedCheckpoint(NamedTuple):
         if lost:
             text = "pardata restored no %s: each of %d process(es) saved its own, now there are %d"
             names = ", ".join(f"`{name}`" for name in lost)
-            _log.warning(text, names, processes, here.size, ranks=[0])
+            _log.warning(text, names, processes, world.size, ranks=[0])
 
     def trees_of(self, things: Mapping[str, Any], values: list[str], likes: Templates) -> Any:
         """Return the trees of things and values: weights mapped, the others copied. Collective."""
@@ -149,7 +149,7 @@ class LoadedCheckpoint(NamedTuple):
         return map_with_path(trees, placed, is_leaf=is_custom_container)
 
 
-def load_latest(here: World, directory: Path, at: int | None) -> LoadedCheckpoint | None:
+def load_latest(world: World, directory: Path, at: int | None) -> LoadedCheckpoint | None:
     """Read the newest checkpoint that is whole, of step `at` if given, or None. Collective.
 
     Raises:
@@ -160,7 +160,7 @@ def load_latest(here: World, directory: Path, at: int | None) -> LoadedCheckpoin
     skipped = ""
     for name in rank_zero_call(newest_first, directory, at):
         path = directory / str(name)
-        found = _looked_at(here, path, name.step)
+        found = _looked_at(world, path, name.step)
         if isinstance(found, LoadedCheckpoint):
             return found
         skipped += f"\n  {name}: {found}"
@@ -174,7 +174,7 @@ def load_latest(here: World, directory: Path, at: int | None) -> LoadedCheckpoin
     return None
 
 
-def _looked_at(here: World, path: Path, step: int) -> LoadedCheckpoint | str:
+def _looked_at(world: World, path: Path, step: int) -> LoadedCheckpoint | str:
     """Return a checkpoint that is whole, or why it is of no use. Collective.
 
     The ranks share the files to be verified, for a disk is faster than one of them.
@@ -185,7 +185,7 @@ def _looked_at(here: World, path: Path, step: int) -> LoadedCheckpoint | str:
         if not path.exists():
             return None
         try:
-            read.append(_read(path, verified(path, step, here.rank, here.size), here))
+            read.append(_read(path, verified(path, step, world.rank, world.size), world))
         except UnusableError as error:
             return str(error)
         return ""
@@ -202,7 +202,7 @@ def _looked_at(here: World, path: Path, step: int) -> LoadedCheckpoint | str:
     return exchange(store_client(), "Checkpointer (verifying)", look, judge, _PATIENCE) or read[0]
 
 
-def _read(path: Path, manifest: dict[str, Any], here: World) -> LoadedCheckpoint:
+def _read(path: Path, manifest: dict[str, Any], world: World) -> LoadedCheckpoint:
     """Map the file that all ranks read, whose memory those of a node share, and this rank's own."""
     load = partial(torch.load, map_location="cpu", weights_only=True, mmap=True)
     try:
@@ -211,8 +211,8 @@ def _read(path: Path, manifest: dict[str, Any], here: World) -> LoadedCheckpoint
         with warnings.catch_warnings(), safe_globals(shards.metadata_classes(path)):
             warnings.filterwarnings("ignore", "Validating sparse tensor")
             contents = load(path / STATE)
-            if manifest["per_rank"] and manifest["processes"] == here.size:
-                contents["objects"].update(load(path / shards.PER_RANK_FILE.format(here.rank)))
+            if manifest["per_rank"] and manifest["processes"] == world.size:
+                contents["objects"].update(load(path / shards.PER_RANK_FILE.format(world.rank)))
             return LoadedCheckpoint(path, manifest, **contents)
     except Exception as error:  # whatever PyTorch makes of bytes that somebody has made up
         raise UnusableError(

@@ -32,7 +32,7 @@ class Snapshot:
         facts: what the manifest says of the objects.
 
     Args:
-        here: this process.
+        world: this process.
         objects: by name.
         per_rank: more of them, which each rank has of its own.
         copy: whether to take what may change, and is written by this rank, in memory of its own.
@@ -41,13 +41,13 @@ class Snapshot:
         TypeError: if an object holds what no checkpoint may: names it.
     """
 
-    def __init__(self, here: World, objects: _Named, per_rank: _Named, *, copy: bool) -> None:
+    def __init__(self, world: World, objects: _Named, per_rank: _Named, *, copy: bool) -> None:
         self.parts: dict[KeyPath, Tensor] = {}
         self.texts: dict[str, str] = {}
         both = {**objects, **per_rank}
         values = [name for name, thing in both.items() if not _is_stateful(thing)]
         replicas = nn.Module, torch.optim.Optimizer
-        same = objects if here.size > 1 else {}
+        same = objects if world.size > 1 else {}
         self._with_bits = {name: not isinstance(thing, replicas) for name, thing in same.items()}
         self.trees, copies = dict[str, Any](), HostCopies()
         for name, thing in both.items():
@@ -56,7 +56,7 @@ class Snapshot:
                 state = strategy_of(thing).state_dict(thing)
             elif name not in values:
                 state = thing.state_dict()
-            is_copied = copy and (here.is_main or name in per_rank)
+            is_copied = copy and (world.is_main or name in per_rank)
             with torch.no_grad():  # a copy has no history
                 make = copies.of if is_copied else _plain_tensor
                 self.trees[name] = self._taken(state, make, name)
@@ -72,7 +72,7 @@ class Snapshot:
             "numbers": {n: objects[n] for n in values if type(objects.get(n)) in (int, float)},
             "pardata": __version__,
             "torch": str(torch.__version__),
-            "processes": here.size,
+            "processes": world.size,
         }
 
     def _taken(self, tree: Any, make: Callable[[Tensor], Tensor], name: str) -> Any:

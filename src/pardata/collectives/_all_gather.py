@@ -68,7 +68,7 @@ def all_gather(value: _T, *, differentiable: bool = False) -> list[_T]:
     for number, leaf in enumerate(checked.leaves):
         if differentiable and _has_gradient(leaf):
             columns[number] = _DifferentiableAllGather.apply(checked, columns[number], leaf)
-    ranks = [[column[rank] for column in columns] for rank in range(checked.here.size)]
+    ranks = [[column[rank] for column in columns] for rank in range(checked.world.size)]
     return [checked.rebuilt(value, of_rank, _is_opaque) for of_rank in ranks]
 
 
@@ -82,19 +82,19 @@ class _DifferentiableAllGather(torch.autograd.Function):
                 f"every rank must have rows of what is `differentiable`, but {format_ranks(none)} "
                 f"passed none: pass drop_last=True to make_loader, or a larger batch_size"
             )
-        ctx.here, ctx.group = checked.here, checked.group(leaf)
+        ctx.world, ctx.group = checked.world, checked.group(leaf)
         return tuple(of_ranks)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        like = gradients[ctx.here.rank]
+        like = gradients[ctx.world.rank]
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         flat = flat.to(torch.promote_types(flat.dtype, torch.float32))  # a sum of halves rounds
-        if ctx.here.size > 1:
+        if ctx.world.size > 1:
             with explain_comm_errors("all_gather (backward)"):
                 dist.all_reduce(flat, group=ctx.group)
-        mine = flat.split([gradient.numel() for gradient in gradients])[ctx.here.rank]
+        mine = flat.split([gradient.numel() for gradient in gradients])[ctx.world.rank]
         return None, None, mine.view(like.shape).to(like.dtype)
 
 
@@ -114,11 +114,11 @@ def broadcast(value: _T) -> _T:
     {'seed': 3, 'order': tensor([2, 0, 1])}
     """
     check_allowed("broadcast")
-    here = require_world("broadcast")
-    if here.size == 1:
+    world = require_world("broadcast")
+    if world.size == 1:
         return value
-    data = broadcast_bytes("broadcast", lambda: serialize(value) if here.is_main else bytearray())
-    return value if here.is_main else deserialize(data, here.device)
+    data = broadcast_bytes("broadcast", lambda: serialize(value) if world.is_main else bytearray())
+    return value if world.is_main else deserialize(data, world.device)
 
 
 def broadcast_bytes(call: str, make: Callable[[], bytearray]) -> bytearray:
@@ -133,19 +133,19 @@ def broadcast_bytes(call: str, make: Callable[[], bytearray]) -> bytearray:
     return bytes_of(payload)
 
 
-def gather_to_rank_zero(here: World, value: _T, group: Any = None) -> list[_T]:
+def gather_to_rank_zero(world: World, value: _T, group: Any = None) -> list[_T]:
     """Return the small `value` of every rank on rank 0, and nothing on the others. Collective.
 
     torch's ``gather_object`` needs NumPy.
     """
-    if here.size == 1:
+    if world.size == 1:
         return [value]
-    default, device = cpu_group_and_device(here)
+    default, device = cpu_group_and_device(world)
     group, data = group or default, serialize(value)
-    lengths = _stack_from_ranks(torch.tensor([len(data)], device=device), here.size, group)
+    lengths = _stack_from_ranks(torch.tensor([len(data)], device=device), world.size, group)
     own = torch.frombuffer(data, dtype=torch.uint8).to(device)
     sent = pad(own, (0, int(lengths.max()) - len(data)))
-    received = [torch.empty_like(sent) for _ in range(here.size)] if here.is_main else None
+    received = [torch.empty_like(sent) for _ in range(world.size)] if world.is_main else None
     dist.gather(sent, received, group=group)
     pairs = zip(received or [], lengths.flatten().tolist(), strict=False)
     return [deserialize(bytes_of(part[:length])) for part, length in pairs]
@@ -172,11 +172,11 @@ def _gather(checked: CheckedCollective, parts: list[Tensor]) -> list[Any]:
     # What each rank brings: the rows of every leaf, then all bytes, padded to the longest.
     rows = [len(part) if part.ndim else 1 for part in parts]
     wide = torch.tensor(rows, dtype=torch.int64, device=checked.device)
-    size = checked.here.size
+    size = checked.world.size
     all_rows: list[list[int]] = _stack_from_ranks(wide, size, checked.group(wide)).tolist()
     row_bytes = [math.prod(part.shape[1:]) * part.element_size() for part in parts]
     sizes = [[n * b for n, b in zip(r, row_bytes, strict=True)] for r in all_rows]
-    device = checked.here.device if any(checked.wire_dtypes) else checked.device
+    device = checked.world.device if any(checked.wire_dtypes) else checked.device
     # Clones: one element of a column counts as contiguous, yet its stride forbids the view.
     flat = [p.reshape(-1).clone(memory_format=torch.contiguous_format) for p in parts]
     own = torch.cat([part.view(torch.uint8).to(device) for part in flat])

@@ -58,7 +58,7 @@ def all_reduce_mean(value: Any, weight: float | Tensor = 1) -> Any:
     """
     checked = CheckedCollective("all_reduce_mean", lambda: numbers_of(value), shape_text)
     number = checked.capture(lambda: checked_weight(weight), 0.0)
-    if checked.here.size == 1:
+    if checked.world.size == 1:
         number = float(number > 0)  # alone, the mean is the value, to the last bit
     with explain_comm_errors("all_reduce_mean"):
         total, sums = _reduce(checked, number)
@@ -161,7 +161,7 @@ def unflatten_like(flat: Tensor, leaves: list[Leaf]) -> list[Tensor]:
 
 def _flatten(checked: CheckedCollective, wire: Any, weight: float) -> Values:
     """Return all that travels in this way, times `weight`."""
-    parts, dtype, device = checked.leaves_with(wire), wire, checked.here.device
+    parts, dtype, device = checked.leaves_with(wire), wire, checked.world.device
     if wire is None:
         parts = [part.cpu() if isinstance(part, Tensor) else part for part in parts]
         for part in filter(_is_integer_kind, parts if checked.exact else []):
@@ -181,7 +181,7 @@ def _flatten(checked: CheckedCollective, wire: Any, weight: float) -> Values:
 def _all_reduce_flat(checked: CheckedCollective, values: Values, op: Any) -> Tensor:
     """Reduce what all ranks are known to have, in a collective of its own."""
     flat = checked.vector(values) if isinstance(values, list) else values
-    if checked.here.size == 1 or not len(flat):
+    if checked.world.size == 1 or not len(flat):
         return flat
     if op == _SUM or not flat.is_floating_point():
         dist.all_reduce(flat, op, group=checked.group(flat))

@@ -67,8 +67,8 @@ def rank_zero_first(*, local: bool = False, timeout: timedelta | float = _HOURS)
     ...     pass  # download, unless the files are there
     """
     patience = to_timedelta(timeout)
-    here = require_world("rank_zero_first")
-    if here.size == 1:
+    world = require_world("rank_zero_first")
+    if world.size == 1:
         yield
         return
     client = store_client()
@@ -78,7 +78,7 @@ def rank_zero_first(*, local: bool = False, timeout: timedelta | float = _HOURS)
             f"`{call}` must know which ranks are on one node, but this process group was made "
             f"without `init`: call `pardata.init()` first, which adopts it"
         )
-    is_first = here.local_rank == 0 if local else here.rank == 0
+    is_first = world.local_rank == 0 if local else world.rank == 0
     if is_first:
         with lead(client, call):
             yield
@@ -108,18 +108,18 @@ def rank_zero_call(fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs)
     >>> rank_zero_call(sorted, [2, 1])
     [1, 2]
     """
-    here = require_world("rank_zero_call")
-    if here.size == 1:
+    world = require_world("rank_zero_call")
+    if world.size == 1:
         return fn(*args, **kwargs)
     name = getattr(fn, "__qualname__", type(fn).__qualname__)
     client, call = store_client(), f"rank_zero_call({name})"
     result: Any = None
     data = bytearray()
-    if here.is_main:
+    if world.is_main:
         with lead(client, call):
             result = fn(*args, **kwargs)
             data = serialize(result)
     exchange(client, call, lambda: None, timeout=_HOURS)
     data = broadcast_bytes("rank_zero_call", lambda: data)
-    received: _T = result if here.is_main else deserialize(data)
+    received: _T = result if world.is_main else deserialize(data)
     return received

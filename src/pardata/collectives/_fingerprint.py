@@ -47,7 +47,7 @@ class CheckedCollective:
     """The leaves of this rank's value, and an all-reduce that compares them with the others'.
 
     Attributes:
-        here: this rank.
+        world: this rank.
         device: where the header is reduced: on the CPU wherever the world reduces there, so that
             nobody who reads it waits for a GPU.
         exact: whether whole numbers stay whole.
@@ -65,14 +65,14 @@ class CheckedCollective:
         exact: bool = False,
     ) -> None:
         check_allowed(call)
-        self.here, self._call, self.exact = require_world(call), call, exact
+        self.world, self._call, self.exact = require_world(call), call, exact
         # Chosen from the world and never from the values: ranks could be of two minds.
-        self._group, self.device = cpu_group_and_device(self.here)
+        self._group, self.device = cpu_group_and_device(self.world)
         self._error: Exception | None = None
         found = self.capture(find, {})
         self._paths, self.leaves = list(found), list(found.values())
         self._kinds = self.capture(lambda: [describe(leaf) for leaf in self.leaves], [])
-        apart = self.here.size == 1 or has_accelerator_backend(self.here.backend)
+        apart = self.world.size == 1 or has_accelerator_backend(self.world.backend)
         self.wire_dtypes = [self._wire_dtype(leaf) if apart else None for leaf in self.leaves]
 
     def capture(self, work: Callable[[], Any], otherwise: Any) -> Any:
@@ -93,7 +93,7 @@ class CheckedCollective:
                 rank that refused raises its own error.
         """
         numbers: list[float] = self.capture(pack, [])
-        if self.here.size == 1:
+        if self.world.size == 1:
             if self._error is not None:
                 raise self._error
             return numbers
@@ -110,7 +110,7 @@ class CheckedCollective:
 
         def sums() -> list[float]:
             back = wait()
-            if not fingerprints_match(back[:_FIRST], self.here.size):
+            if not fingerprints_match(back[:_FIRST], self.world.size):
                 self._raise_mismatch()
                 self.wire_dtypes = [None] * len(self.leaves)  # they differ in these alone
             return back[_FIRST : _FIRST + len(numbers)]
@@ -138,9 +138,9 @@ class CheckedCollective:
 
     def _fingerprint(self) -> list[int]:
         # A rank that refused takes part all the same, with a structure that nobody shares.
-        refused = None if self._error is None else self.here.rank
+        refused = None if self._error is None else self.world.rank
         text = f"{self._call} {self._paths} {self._kinds} {self.wire_dtypes} {refused}"
-        return fingerprint_slots(text, self.here.size)
+        return fingerprint_slots(text, self.world.size)
 
     def _reduced(
         self, numbers: Sequence[float], op: Any, *, later: bool
@@ -149,7 +149,7 @@ class CheckedCollective:
         sent = array("d", [*numbers, *[0.0] * (_HEADER - len(numbers))])
         header = torch.frombuffer(sent, dtype=torch.float64).to(self.device)  # faster than tensor
         work: Any = None
-        if self.here.size > 1:
+        if self.world.size > 1:
             work = dist.all_reduce(header, op, group=self._group, async_op=later)
 
         def reduced() -> list[float]:

@@ -60,19 +60,19 @@ class StopSignal:
         Raises:
             RuntimeError: it is called before the block.
         """
-        here = require_world("StopSignal.agreed")
+        world = require_world("StopSignal.agreed")
         if not self._is_entered:
             raise RuntimeError(
                 "a StopSignal must be entered before `agreed` is called, because it listens only "
                 "within its block: write `with StopSignal() as stop:`"
             )
         if not self._agreed:
-            self._agreed = self.requested if here.size == 1 else self._last_result()
+            self._agreed = self.requested if world.size == 1 else self._last_result()
             if self._agreed:
                 asked = "another rank was asked to stop"
                 why = f"got {signal.Signals(self._received).name}" if self._received else asked
-                _log.info("%s: the run stops at this step", why, ranks=[here.rank])
-            elif here.size > 1:
+                _log.info("%s: the run stops at this step", why, ranks=[world.rank])
+            elif world.size > 1:
                 collective = CheckedCollective("StopSignal.agreed", dict, str)
                 self._sent = collective.start_min_max([self.requested])
         return self._agreed

@@ -65,14 +65,14 @@ class ResolvedConfig:
     """The values that follow from the arguments on this rank.
 
     Attributes:
-        here: this process, also if nothing is shared out.
+        world: this process, also if nothing is shared out.
         ranks: those that share each global batch: this one alone if nothing is shared out.
         pins: whether the batches are pinned here, and not by ``DataLoader``.
         numbered: PyTorch's initial seed and the loader's number, of which a default seed is made.
     """
 
     given: LoaderConfig
-    here: World
+    world: World
     ranks: World
     plan: Plan
     device: torch.device
@@ -91,12 +91,12 @@ def resolve(given: LoaderConfig) -> ResolvedConfig:
         TypeError, ValueError, RuntimeError: where one is wrong, or ranks disagree.
     """
     shared = given.distributed is not False
-    here = _world_for(given.distributed) if shared else current_world()
-    ranks = here if shared else single_world()
+    world = _world_for(given.distributed) if shared else current_world()
+    ranks = world if shared else single_world()
     made: list[ResolvedConfig] = []
 
     def facts() -> dict[str, object]:
-        made.append(_resolved(given, here, ranks))
+        made.append(_resolved(given, world, ranks))
         plan, initial = made[0].plan, torch.initial_seed()
         compared = {"the length": plan.length, **{name: getattr(given, name) for name in _COMPARED}}
         compared["the listed samples"] = listed_samples(given.dataset) if ranks.size > 1 else ""
@@ -123,16 +123,16 @@ def _world_for(distributed: object) -> World:
     """Return the world that shares each global batch."""
     if distributed is not True and distributed != "auto":
         raise ValueError(f"`distributed` must be True, False or 'auto', but is {distributed!r}")
-    here = require_world("make_loader")
-    if distributed is True and (here.backend is None or here.launcher == "single"):
+    world = require_world("make_loader")
+    if distributed is True and (world.backend is None or world.launcher == "single"):
         raise RuntimeError(
             "`distributed` must be 'auto' or False without a launcher, but is True: start the "
             "script with torchrun, srun or mpirun and call `pardata.init()` first"
         )
-    return here
+    return world
 
 
-def _resolved(given: LoaderConfig, here: World, ranks: World) -> ResolvedConfig:
+def _resolved(given: LoaderConfig, world: World, ranks: World) -> ResolvedConfig:
     """Return what follows from the arguments, all but a default seed; raise where one is wrong."""
     if unknown := given.options.keys() - DataLoaderOptions.__annotations__.keys():
         raise TypeError(f"make_loader() got an unexpected keyword argument {min(unknown)!r}")
@@ -152,8 +152,8 @@ def _resolved(given: LoaderConfig, here: World, ranks: World) -> ResolvedConfig:
         if function is not None and not callable(function):
             raise TypeError(f"`{name}` must be a function, but is {function!r}")
     asked = "cpu" if given.device is None else given.device
-    device = here.device if asked == "auto" else checked_device(asked)
-    workers, pins = worker_options(given.num_workers, given.options, given.dataset, here, device)
+    device = world.device if asked == "auto" else checked_device(asked)
+    workers, pins = worker_options(given.num_workers, given.options, given.dataset, world, device)
     reads_all = isinstance(given.dataset, IterableDataset) and not given.sharded
     if reads_all and workers["num_workers"] > 1:
         workers["num_workers"] = 1
@@ -161,7 +161,7 @@ def _resolved(given: LoaderConfig, here: World, ranks: World) -> ResolvedConfig:
         _log.info(text, type(given.dataset).__name__, once=True)
     # DataLoader refuses its own options here, while the other ranks listen.
     _check_files(given, DataLoader(given.dataset, **workers))
-    return ResolvedConfig(given, here, ranks, plan, device, workers, pins, seed)
+    return ResolvedConfig(given, world, ranks, plan, device, workers, pins, seed)
 
 
 def _check_files(given: LoaderConfig, loader: DataLoader[Any]) -> None:

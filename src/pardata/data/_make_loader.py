@@ -140,7 +140,7 @@ def _parts(settings: ResolvedConfig) -> Parts:
     """Return what the arguments, which have been checked and agreed on, describe."""
     given, ranks, plan, workers = settings.given, settings.ranks, settings.plan, settings.workers
     seeding = settings.seed, given.reproducible, given.microbatch_size is not None
-    collation = Collator(given.collate_fn, *seeding, settings.here.rank)
+    collation = Collator(given.collate_fn, *seeding, settings.world.rank)
     if given.reproducible:
         _warn_of_held_generators(given)
     if not isinstance(given.dataset, IterableDataset):

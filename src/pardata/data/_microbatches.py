@@ -92,7 +92,7 @@ class Microbatches(Sequence[_T]):
         >>> Microbatches.of([torch.ones(2, 3), torch.ones(1, 3)], step=5)
         Microbatches(epoch=0, step=5, 0 … 1 of 2)
         """
-        share, here = tuple(batches), require_world("Microbatches.of")
+        share, world = tuple(batches), require_world("Microbatches.of")
 
         def state() -> dict[str, Any]:
             return {"counts": [num_samples(batch) for batch in share], "seed": torch.initial_seed()}
@@ -107,9 +107,9 @@ class Microbatches(Sequence[_T]):
                 )
             return [count for one in shares for count in one], facts[0]["seed"]
 
-        counts, seed = exchange(store_client(here), "Microbatches.of", state, decide)
-        where: dict[str, Any] = {"epoch": epoch, "step": step, "first": here.rank * len(share)}
-        return cls(share, **where, counts=counts, seed=seed, size=here.size)
+        counts, seed = exchange(store_client(world), "Microbatches.of", state, decide)
+        where: dict[str, Any] = {"epoch": epoch, "step": step, "first": world.rank * len(share)}
+        return cls(share, **where, counts=counts, seed=seed, size=world.size)
 
     def __len__(self) -> int:
         return len(self._batches)

@@ -32,7 +32,7 @@ class DataLoaderOptions(TypedDict, total=False):
     persistent_workers: bool | None
 
 
-def resolve_num_workers(num_workers: Any, dataset: Any, here: World) -> int:
+def resolve_num_workers(num_workers: Any, dataset: Any, world: World) -> int:
     """Return how many workers this rank gets, of which "auto" decides from dataset and cores.
 
     Raises:
@@ -40,7 +40,7 @@ def resolve_num_workers(num_workers: Any, dataset: Any, here: World) -> int:
             hand over a tensor.
     """
     if num_workers == "auto":
-        num_workers = 0 if batch_reader(dataset) else min(8, cpus_per_rank(here) - 1)
+        num_workers = 0 if batch_reader(dataset) else min(8, cpus_per_rank(world) - 1)
     number = check_int("num_workers", num_workers, least=0, why=" or 'auto'")
     if number:
         _check_they_can_send()
@@ -48,10 +48,10 @@ def resolve_num_workers(num_workers: Any, dataset: Any, here: World) -> int:
 
 
 def worker_options(
-    num_workers: Any, given: DataLoaderOptions, dataset: Any, here: World, device: torch.device
+    num_workers: Any, given: DataLoaderOptions, dataset: Any, world: World, device: torch.device
 ) -> tuple[dict[str, Any], bool]:
     """Return the options of the ``DataLoader``, and whether we pin the batches in its place."""
-    number = resolve_num_workers(num_workers, dataset, here)
+    number = resolve_num_workers(num_workers, dataset, world)
     options: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
     if number == 0 and num_workers == "auto":
         # DataLoader refuses these without workers, and "auto" may find none on some ranks only.
@@ -126,15 +126,15 @@ class StepSource:
         self.digest = self.requests.epoch.digest
         return self._start_epoch(start.epoch, lambda: map(self.reader.__getitem__, self.requests))
 
-    def _start_epoch(self, epoch: int, here: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """Return what is read of this epoch, `here` without workers; those begin at once."""
+    def _start_epoch(self, epoch: int, read: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Return the steps of this epoch: from workers, which start at once, else from `read`."""
         if (outline_now := outline(self.reader.dataset)) != self._outline:
             self._outline = outline_now  # workers that live on have copies of what it was
             if self.requests is not None:
                 self.reader.find_batch_reader()
             self.renew_workers()
         if self.workers is None:
-            return here()
+            return read()
         # DataLoader draws its workers' seed from this, and leaves the user's generator alone.
         seed = self.reader.collation.seed
         self.workers.generator.manual_seed(mix(seed, epoch, self._ranks.rank))

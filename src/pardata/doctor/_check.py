@@ -27,8 +27,8 @@ def check(launch: LaunchInfo, timeout: float) -> list[Finding]:
     Collective under a launcher. Raises what goes wrong, on every rank.
     """
     if launch.size > 1:
-        with init(timeout=timeout, tune_cpu=False) as here:
-            return _smoke_test(here)
+        with init(timeout=timeout, tune_cpu=False) as world:
+            return _smoke_test(world)
     # On CPUs: to which process a GPU belongs is a launcher's task.
     return run(_as_rank, world_size=2, timeout=timeout)[0]
 
@@ -37,26 +37,26 @@ def _as_rank() -> list[Finding]:
     return _smoke_test(init(device="cpu", tune_cpu=False))
 
 
-def _smoke_test(here: World) -> list[Finding]:
-    found = [Finding("joining", f"{here.size} ranks met, backend {here.backend}")]
-    got, right = all_reduce_sum(here.rank + 1), here.size * (here.size + 1) // 2
+def _smoke_test(world: World) -> list[Finding]:
+    found = [Finding("joining", f"{world.size} ranks met, backend {world.backend}")]
+    got, right = all_reduce_sum(world.rank + 1), world.size * (world.size + 1) // 2
 
     def own() -> str:
         if got != right:
             raise RuntimeError(
-                f"the sum over all ranks must be {right}, but is {got} on rank {here.rank}: take "
+                f"the sum over all ranks must be {right}, but is {got} on rank {world.rank}: take "
                 f"its host out, and test its memory and its network"
             )
-        node = f"{socket.gethostname()}, node {here.node_rank}, local rank {here.local_rank}"
-        return f"{node}, {here.device}, cores: {cpus_per_rank(here)}"
+        node = f"{socket.gethostname()}, node {world.node_rank}, local rank {world.local_rank}"
+        return f"{node}, {world.device}, cores: {cpus_per_rank(world)}"
 
     # What one rank raises, all do.
     places: list[str] = exchange(store_client(), "pardata check", own, list)
     found += [Finding(f"rank {rank}", place) for rank, place in enumerate(places)]
     found.append(Finding("all-reduce", "correct"))
-    seconds = _median_seconds(torch.zeros(1, device=here.device), _TIMES_SMALL)
-    numbers = _LARGE if here.device.type == "cpu" else _LARGE_ON_GPU
-    tensor = torch.zeros(numbers, device=here.device)
+    seconds = _median_seconds(torch.zeros(1, device=world.device), _TIMES_SMALL)
+    numbers = _LARGE if world.device.type == "cpu" else _LARGE_ON_GPU
+    tensor = torch.zeros(numbers, device=world.device)
     rate = tensor.nbytes / _median_seconds(tensor, _TIMES_LARGE)
     latency = f"{seconds * 1e6:.0f} microseconds to all-reduce one number"
     bandwidth = f"{rate / 1e6:.0f} MB/s to all-reduce {tensor.nbytes / 2**20:.0f} MiB"

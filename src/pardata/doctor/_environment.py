@@ -34,8 +34,8 @@ class Finding(NamedTuple):
 def environment(launch: LaunchInfo, env: Mapping[str, str]) -> Iterator[Finding]:
     """Yield what this process finds around itself, as its launcher described it."""
     nodes = launch.num_nodes or -(-launch.size // launch.local_size)
-    here = World(*launch[1:5], 0, nodes, torch.device("cpu"), None, launch.launcher)
-    yield from (_launcher(launch, env), _gpus(), _cores(here))
+    world = World(*launch[1:5], 0, nodes, torch.device("cpu"), None, launch.launcher)
+    yield from (_launcher(launch, env), _gpus(), _cores(world))
     if Path(_SHARED_MEMORY).exists():  # not on macOS and Windows
         usage = shutil.disk_usage(_SHARED_MEMORY)
         yield shared_memory(usage.total, usage.free)
@@ -63,14 +63,14 @@ def _gpus() -> Finding:
     return Finding("GPUs", f"{found}; backend {_device.backend_for(seen[0])}")
 
 
-def _cores(here: World) -> Finding:
-    allowed, quota = cpus_per_rank(replace(here, local_size=1)), _device.cgroup_cpu_quota()
+def _cores(world: World) -> Finding:
+    allowed, quota = cpus_per_rank(replace(world, local_size=1)), _device.cgroup_cpu_quota()
     limit = "" if quota is None else f", with a quota of {quota:g}"
-    if here.local_size > allowed:
-        text = f"{here.local_size} ranks of this host share {allowed}{limit}"
+    if world.local_size > allowed:
+        text = f"{world.local_size} ranks of this host share {allowed}{limit}"
         cure = f"start at most {allowed} per host, or ask the scheduler for more cores"
         return Finding("cores", text, cure)
-    return Finding("cores", f"{cpus_per_rank(here)} per process, of {os.cpu_count()}{limit}")
+    return Finding("cores", f"{cpus_per_rank(world)} per process, of {os.cpu_count()}{limit}")
 
 
 def shared_memory(total: int, free: int) -> Finding:

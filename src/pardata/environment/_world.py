@@ -177,9 +177,9 @@ def require_world(what: str) -> World:
     return found
 
 
-def store_client(here: World | None = None) -> StoreClient:
-    """Return the client of the current group's store; one of size 1 if `here` is a single rank."""
-    if (here or current_world()).size == 1:
+def store_client(world: World | None = None) -> StoreClient:
+    """Return the client of the current group's store; one of size 1 if `world` is a single rank."""
+    if (world or current_world()).size == 1:
         return StoreClient(dist.HashStore(), timedelta(0), 0, 1)
     if (found := group_state()) is not None:
         return found.client
@@ -243,23 +243,23 @@ def world_of_group(device: torch.device | None, hosts: Sequence[str] = ()) -> Wo
     return World(rank, size, local_rank, local_size, node, nodes, device, backend, "existing")
 
 
-def cpu_group_and_device(here: World) -> tuple[Any, torch.device]:
+def cpu_group_and_device(world: World) -> tuple[Any, torch.device]:
     """Return the group (None: the default one) and the device for collectives of small numbers."""
     found = group_state()
     if found is not None and found.cpu_group is not None:
         return found.cpu_group, _CPU
-    return None, _CPU if _device.supports_device(here.backend, "cpu") else here.device
+    return None, _CPU if _device.supports_device(world.backend, "cpu") else world.device
 
 
-def cpus_per_rank(here: World) -> int:
+def cpus_per_rank(world: World) -> int:
     """Return the number of cores that this rank may use, at least 1.
 
     The ranks of a host that are bound to the same cores share them, and all the container's quota.
     """
     state, quota = group_state(), _device.cgroup_cpu_quota()
-    sharers = here.local_size if state is None else state.cpu_sharers
+    sharers = world.local_size if state is None else state.cpu_sharers
     cpus = len(_device.cpus_of_process()) // sharers
-    return max(1, cpus if quota is None else min(cpus, int(quota / here.local_size)))
+    return max(1, cpus if quota is None else min(cpus, int(quota / world.local_size)))
 
 
 def new_store_client(timeout: timedelta | None, prefix: str = "pardata") -> StoreClient:

@@ -136,10 +136,10 @@ def _check_same_arguments(
     state: GroupState, device: torch.device | str | None, given: dict[str, object]
 ) -> None:
     """Refuse arguments of a second `init` that differ from those of the first."""
-    here, wanted = state.world, None if device is None else torch.device(device)
+    world, wanted = state.world, None if device is None else torch.device(device)
     # A kind without a number asks for this rank's GPU, whichever that is.
-    given["device"] = None if wanted == torch.device(here.device.type) else wanted
-    had = {"backend": here.backend, "device": here.device, "timeout": state.client.timeout}
+    given["device"] = None if wanted == torch.device(world.device.type) else wanted
+    had = {"backend": world.backend, "device": world.device, "timeout": state.client.timeout}
     for name, found in {**had, "hang_after": state.hang_after}.items():
         if given[name] not in (None, found):
             raise RuntimeError(

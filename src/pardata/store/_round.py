@@ -185,10 +185,10 @@ class _Round:
 
         As often as the group's timeout passes, the store must answer.
         """
-        before, left, is_here = current_op.push(self._call), timeout, False
+        before, left, has_arrived = current_op.push(self._call), timeout, False
 
         def listen(store: dist.Store) -> str:
-            if not is_here:
+            if not has_arrived:
                 self.arrive(store, value, error)
             if wait_for(store, [self._key], patience):
                 return store.get(self._key).decode()
@@ -200,7 +200,7 @@ class _Round:
                 if text := self._client.request(listen, patience):
                     result: Result = json.loads(text)
                     return result
-                left, is_here = left - patience, True
+                left, has_arrived = left - patience, True
         finally:
             current_op.pop(before)
 

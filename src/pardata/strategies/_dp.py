@@ -57,7 +57,7 @@ class DpStrategy(Strategy):
     is_collective = needs_group = False
 
     def check(self, model: nn.Module, settings: WrapOptions) -> None:  # noqa: ARG002  # others look
-        size, synchronises = settings.here.size, settings.sync_batchnorm
+        size, synchronises = settings.world.size, settings.sync_batchnorm
         if size > 1 or synchronises:
             raise ValueError(
                 f"strategy 'dp' must run in one process, without SyncBatchNorm, but has {size} "

@@ -98,7 +98,7 @@ class FsdpStrategy(Strategy):
         return fully_shard
 
     def check(self, model: nn.Module, settings: WrapOptions) -> None:
-        size, replicas = settings.here.size, settings.options.get("replicate", 1)
+        size, replicas = settings.world.size, settings.options.get("replicate", 1)
         check_int("replicate", replicas, least=1)
         if size % replicas:
             known = " or ".join(str(n) for n in range(1, size + 1) if size % n == 0)
@@ -112,7 +112,7 @@ class FsdpStrategy(Strategy):
                 "two dimensions, of replicas and of shards, or leave it out"
             )
         empty = [name for name, one in model.named_parameters() if one.is_meta]
-        if empty and settings.here.is_main:
+        if empty and settings.world.is_main:
             raise ValueError(
                 f"`model` must hold weights on rank 0, but `{empty[0]}` is on the meta device "
                 f"there: build the model without torch.device('meta') on rank 0, from where the "
@@ -149,7 +149,7 @@ class FsdpStrategy(Strategy):
         new = set(module.parameters())
         refuse_old_optimizers(p for one in before if (p := one()) is not None and p not in new)
         module.register_forward_hook(reshard_hook)
-        if settings.here.size > 1:
+        if settings.world.size > 1:
             module.register_forward_hook(_broadcast_buffers)
             vars(module)[_EQUAL] = True
         return model
@@ -169,7 +169,7 @@ def _mesh(device: torch.device, settings: WrapOptions) -> Any:
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: PLC0415  # half a second
 
     torch.zeros(1, device=device)  # PyTorch makes another current if none has been used before
-    size, replicas = settings.here.size, int(settings.options.get("replicate", 1))
+    size, replicas = settings.world.size, int(settings.options.get("replicate", 1))
     world: Any = dist.group.WORLD
     if replicas == 1:
         return DeviceMesh.from_group(world, device.type)  # it makes no further group

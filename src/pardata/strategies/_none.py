@@ -13,7 +13,7 @@ class NoneStrategy(Strategy):
     is_collective = needs_group = False
 
     def wrap(self, model: nn.Module, settings: WrapOptions) -> nn.Module:
-        if settings.here.size > 1:
+        if settings.world.size > 1:
             text = "under strategy 'none' each of the %d ranks trains a model of its own"
-            _log.warning(text, settings.here.size, ranks=[0], once=True)
+            _log.warning(text, settings.world.size, ranks=[0], once=True)
         return model

@@ -19,7 +19,7 @@ from pardata.strategies._step import Step
 class WrapOptions(NamedTuple):
     """What `wrap_model` gets in addition to the model, and in which world."""
 
-    here: World
+    world: World
     device: torch.device | str | None
     sync_batchnorm: bool
     options: dict[str, Any]
@@ -56,7 +56,7 @@ class Strategy(ABC):
 
     def device(self, settings: WrapOptions) -> torch.device | str:
         """Return where the model is to be."""
-        return settings.here.device if settings.device is None else settings.device
+        return settings.world.device if settings.device is None else settings.device
 
     @abstractmethod
     def wrap(self, model: nn.Module, settings: WrapOptions) -> nn.Module:

@@ -81,14 +81,14 @@ def check_in_sync(model: nn.Module) -> None:
 
     >>> check_in_sync(nn.Linear(2, 2))
     """
-    here = require_world("check_in_sync")
+    world = require_world("check_in_sync")
 
     def digests() -> Mapping[str, tuple[str, str]]:
         module = unwrap(model)
         state = {**module.state_dict(), **dict(module.named_buffers())}  # with non-persistent ones
         return {
             name: (part, sha256_of([(f"{own.dtype} {tuple(own.shape)}", own)])[:16])
-            for name, value in (state.items() if here.size > 1 else ())
+            for name, value in (state.items() if world.size > 1 else ())
             for part, own in _copies(value)
         }
 

@@ -108,16 +108,16 @@ def wrap_model(
     >>> type(net).__name__  # a single process
     'Linear'
     """
-    here = require_world("wrap_model")
-    name = strategy if strategy != "auto" else ("ddp" if here.size > 1 else "none")
-    settings = WrapOptions(here, device, sync_batchnorm, options)
+    world = require_world("wrap_model")
+    name = strategy if strategy != "auto" else ("ddp" if world.size > 1 else "none")
+    settings = WrapOptions(world, device, sync_batchnorm, options)
 
     def checked() -> dict[str, object]:
         chosen = strategy_by_name(name)
         _check(model, chosen, settings)
         target = checked_device(chosen.device(settings))
         if chosen.needs_group:
-            check_supported(target, here.backend)
+            check_supported(target, world.backend)
         if len(_devices(model)) < 2 and not chosen.places_model:
             model.to(target)  # else somebody placed its parts by hand
         if not chosen.is_collective:
@@ -130,7 +130,7 @@ def wrap_model(
         differ = partial(raise_if_different, "wrap_model", cure=_SAME)
         require_equal(store_client(), "wrap_model", checked, differ)
     chosen = strategy_by_name(name)
-    if sync_batchnorm and here.size > 1 and chosen.is_collective:
+    if sync_batchnorm and world.size > 1 and chosen.is_collective:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     return chosen.wrap(model, settings)
 
@@ -165,13 +165,13 @@ def _check(model: nn.Module, chosen: Strategy, settings: WrapOptions) -> None:
     if chosen.is_collective:
         _check_devices(model, chosen)
         _check_embeddings(model, chosen)
-    if chosen.needs_group and settings.here.backend is None:
+    if chosen.needs_group and settings.world.backend is None:
         raise RuntimeError(
             f"strategy {chosen.name!r} needs a process group, but this process is in none: call "
             f"`pardata.init()` first, or use strategy='auto'"
         )
     chosen.check(model, settings)
-    if settings.sync_batchnorm and settings.here.size > 1 and chosen.is_collective:
+    if settings.sync_batchnorm and settings.world.size > 1 and chosen.is_collective:
         _check_batch_norms(model)
 
 

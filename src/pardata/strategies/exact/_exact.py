@@ -99,6 +99,6 @@ class ExactStrategy(Strategy):
         return numerics_record(device)
 
     def wrap(self, model: nn.Module, settings: WrapOptions) -> nn.Module:
-        if settings.here.size > 1:
+        if settings.world.size > 1:
             broadcast_weights(model)
         return ExactModel(model, **settings.options)

@@ -103,14 +103,14 @@ class TreeLayout:
     """
 
     def __init__(self, count: int) -> None:
-        here = world()
-        self.count, self.size = count, here.size
-        subtrees = subtrees_by_rank(count, here.size)
+        current = world()
+        self.count, self.size = count, current.size
+        subtrees = subtrees_by_rank(count, current.size)
         self.spans = [span for spans in subtrees for span in spans]
         self.counts = list(map(len, subtrees))
-        self.local_count, self.first = self.counts[here.rank], sum(self.counts[: here.rank])
+        self.local_count, self.first = self.counts[current.rank], sum(self.counts[: current.rank])
         # The all-reduce of an accelerator may add in a switch, or without the smallest numbers.
-        self.is_plain = here.size == 2 and max(self.counts) == 1 and here.device.type == "cpu"
+        self.is_plain = current.size == 2 and max(self.counts) == 1 and current.device.type == "cpu"
 
     def rows(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return room for the sums of this rank's subtrees, one row at least.

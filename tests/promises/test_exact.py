@@ -369,7 +369,7 @@ def probed(**env):
     code = (
         "import json, torch; from pardata.strategies.exact._numerics import numerics_record; "
         "torch.set_num_threads(1); "
-        "print(json.dumps(kernels(torch.device('cpu'))))"
+        "print(json.dumps(numerics_record(torch.device('cpu'))))"
     )
     return json.loads(processes.run(sys.executable, "-c", code, **env))
 

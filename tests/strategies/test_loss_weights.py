@@ -88,7 +88,7 @@ def test_ranks_that_train_on_the_same_samples_are_warned_once(name, strategy):
 
 
 class One(Replicas):
-    size, least = 3, 1
+    size, min_microbatches = 3, 1
 
 
 class Most(Replicas):

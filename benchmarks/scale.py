@@ -172,7 +172,7 @@ class Simulated:
             LOADER: lambda: make_loader(DATA, 4 * launch.size, shuffle=True, seed=0, num_workers=0),
             CALL: lambda: rank_zero_call(len, "four"),
             SAVE: lambda: Checkpointer(directory).save(0, weights=torch.zeros(8), epoch=3),
-            LOOK: lambda: self._watchdog._news(self._status()),  # noqa: SLF001  # see `simulation`
+            LOOK: lambda: self._watchdog._poll(self._status()),  # noqa: SLF001  # see `simulation`
             HANG: self._stall,
             FAILURE: self._fail,
         }
@@ -196,7 +196,7 @@ class Simulated:
 
     def _stall(self) -> None:
         # As at the end of a tick, within which all ranks have answered.
-        self._watchdog._answer(self._status(), is_first=True, record=current_op.record)  # noqa: SLF001
+        self._watchdog._report_self(self._status(), is_first=True, record=current_op.record)  # noqa: SLF001
         self._meet_by_hand("answered")
         self._watchdog._log_once()  # noqa: SLF001
 

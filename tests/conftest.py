@@ -62,7 +62,7 @@ def pytest_configure(config):
     # pytest-xdist would hand out the files of fewest tests last, however long these take.
     config.option.loadscopereorder = False
     if hasattr(config, "workerinput"):
-        forked.share(config.workerinput["programs"])
+        forked.loss_weights(config.workerinput["programs"])
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -148,8 +148,8 @@ MUTATIONS = {
     ),
     "what is copied is let go": Mutation(
         "checkpoint/_snapshot.py",
-        "self._known[key] = tensor, copy",
-        "self._known[key] = copy, copy",
+        "self._copies[key] = tensor, copy",
+        "self._copies[key] = copy, copy",
         COPIES,
     ),
     "nothing is copied": Mutation(

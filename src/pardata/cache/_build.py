@@ -33,15 +33,16 @@ def build_if_missing(dataset: Any, files: CacheManifest, workers: int) -> None:
     # If there is nothing to do, no lock is needed: for a lock the directory must be writable.
     if files.is_valid():
         return
-    directory, own = files.folder.parent, f"{_BUILDING}-{gethostname()}-"
+    directory, prefix = files.folder.parent, f"{_BUILDING}-{gethostname()}-"
     _log.info("pardata builds the cache in %s, or waits for the process that does", directory)
-    with _locked(directory) as is_alone, cpu_default_device():
+    with _locked(directory) as has_lock, cpu_default_device():
         if files.is_valid():  # another process may just have built it
             return
-        for left in directory.glob(f"{own}*") if is_alone else ():  # by a process that was killed
-            shutil.rmtree(left, ignore_errors=True)
+        # Left by processes that were killed.
+        for stale in directory.glob(f"{prefix}*") if has_lock else ():
+            shutil.rmtree(stale, ignore_errors=True)
         # Its own: where there are no locks, another process may be building here, too.
-        unfinished = directory / f"{own}{token_hex(4)}"
+        unfinished = directory / f"{prefix}{token_hex(4)}"
         try:
             unfinished.mkdir()
             _publish(unfinished, files, _write(dataset, files, unfinished, workers))
@@ -58,15 +59,15 @@ def _locked(directory: Path) -> Iterator[bool]:
     The lock goes with the process that holds it.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    is_alone = False
+    has_lock = False
     with (directory / _LOCK).open("a") as file:
         # Not on Windows, where ranks are still one at a time, and file systems without locks.
         with suppress(ImportError, OSError):
             import fcntl  # noqa: PLC0415  # Windows has none
 
             fcntl.flock(file, fcntl.LOCK_EX)
-            is_alone = True
-        yield is_alone
+            has_lock = True
+        yield has_lock
 
 
 class _Parts(Dataset[dict[str, Tensor]]):

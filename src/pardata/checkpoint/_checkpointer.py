@@ -115,7 +115,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         """
         world = require_world("Checkpointer.save")
         self.wait()
-        step, own = plain_number(step), per_rank or {}
+        step, local = plain_number(step), per_rank or {}
         objects = {name: plain_number(thing) for name, thing in objects.items()}
         snapshot: Snapshot
 
@@ -123,14 +123,15 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             nonlocal snapshot
             check_int("step", step, least=0)
             self._retention.check_value(objects)
-            if not isinstance(own, Mapping) or own.keys() & objects.keys():
+            if not isinstance(local, Mapping) or local.keys() & objects.keys():
                 raise TypeError(
                     f"`per_rank` must be a dict of things by names that no other thing has, but is "
-                    f"{shorten(repr(own), 100)}: pass per_rank={{'buffer': buffer}}"
+                    f"{shorten(repr(local), 100)}: pass per_rank={{'buffer': buffer}}"
                 )
-            snapshot = Snapshot(world, objects, own, copy=self._asynchronous)
-            named = {"objects": list(objects), "per_rank": list(own)}
-            return {"options": {"step": step, **named, **self._options}, "details": snapshot.texts}
+            snapshot = Snapshot(world, objects, local, copy=self._asynchronous)
+            named = {"objects": list(objects), "per_rank": list(local)}
+            options = {"step": step, **named, **self._options}
+            return {"options": options, "details": snapshot.compared}
 
         require_equal(store_client(), "Checkpointer.save", describe, _raise_of_what_differs)
         with explain_comm_errors("Checkpointer.save"):  # a round would send them to all ranks
@@ -172,19 +173,19 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         """
         world = require_world("Checkpointer.restore")
         self.wait()
-        at, likes = plain_number(at), Templates()
+        at, templates = plain_number(at), Templates()
 
         def describe() -> dict[str, object]:
             if at is not None:
                 check_int("at", at, least=0)
             check_stateful(objects)
-            likes.update(sharding_templates(objects))
+            templates.update(sharding_templates(objects))
             return {**self._options, "at": at, "objects": list(objects)}
 
         differ = partial(raise_if_different, "Checkpointer.restore", cure=_CURE)
         exchange(store_client(), "Checkpointer.restore", describe, differ)
         if (found := load_latest(world, self._directory, at)) is not None:
-            return found.apply(world, objects, likes)
+            return found.apply(world, objects, templates)
         _log.info("there is no checkpoint in %s: the run starts from step 0", self._directory)
         return Restored()
 
@@ -209,24 +210,24 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         if kind is None:
             self.wait()
 
-    def _start(self, world: World, step: int, taken: Snapshot, contents: dict[str, Any]) -> None:
+    def _start(self, world: World, step: int, snapshot: Snapshot, contents: dict[str, Any]) -> None:
         """Write a checkpoint, or begin to in the background. Collective."""
         path = rank_zero_call(self._folder.begin, step)
-        is_shared = taken.parts or taken.own
+        is_shared = snapshot.parts or snapshot.per_rank
         if is_shared and self._asynchronous and self._group is None and dist.is_initialized():
             self._group = new_gloo_group()
 
         def write() -> dict[str, Record]:
             records: dict[str, Record] = {}
             if is_shared:
-                group = self._group
-                metadata, records = shards.write(world, path, taken.parts, taken.own, group)
+                parts = snapshot.parts, snapshot.per_rank
+                metadata, records = shards.write(world, path, *parts, self._group)
                 contents["metadata"] = metadata
             if world.is_main:
                 records[STATE] = save(contents, path / STATE)
             return records
 
-        work = partial(self._folder.finish, {"step": step, **taken.facts}, write)
+        work = partial(self._folder.finish, {"step": step, **snapshot.facts}, write)
         if self._asynchronous:
             self._background = BackgroundTask(
                 work if world.is_main else write, f"the checkpoint of step {step}"

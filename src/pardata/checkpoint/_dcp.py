@@ -27,17 +27,17 @@ PER_RANK_FILE = "rank-{:05d}.pt"  # what a rank has of its own
 _FOLDER = "sharded"
 
 
-def shard_like(leaf: Any, like: Any) -> Any:
+def shard_like(leaf: Any, template: Any) -> Any:
     """Return a tensor sharded like the parameter to which it belongs, if both have one shape."""
-    if not isinstance(leaf, Tensor) or like is None or leaf.shape != like.shape:
+    if not isinstance(leaf, Tensor) or template is None or leaf.shape != template.shape:
         return leaf
     from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415  # slow to import
 
-    return distribute_tensor(leaf.to(like.device), like.device_mesh, like.placements)
+    return distribute_tensor(leaf.to(template.device), template.device_mesh, template.placements)
 
 
 def write(
-    world: World, checkpoint: Path, parts: Mapping[KeyPath, Tensor], own: Any, group: Any
+    world: World, checkpoint: Path, parts: Mapping[KeyPath, Tensor], per_rank: Any, group: Any
 ) -> tuple[Any, dict[str, Record]]:
     """Write this rank's parts of tensors, and what it has of its own. Collective.
 
@@ -45,7 +45,7 @@ def write(
         world: this process.
         checkpoint: the folder to write in.
         parts: sharded tensors, by where they are.
-        own: what this rank alone has, or nothing.
+        per_rank: what this rank alone has, or nothing.
         group: of all ranks, for messages between CPUs, that nobody else uses meanwhile.
 
     Returns:
@@ -71,15 +71,15 @@ def write(
             metadata.storage_meta = None  # its path is no more that of the checkpoint
         for path in folder.glob(f"__{world.rank}_*"):  # as PyTorch names a rank's
             records[f"{_FOLDER}/{path.name}"] = record_of(path)
-        if own:
+        if per_rank:
             name = PER_RANK_FILE.format(world.rank)
-            records[name] = save(own, checkpoint / name)
+            records[name] = save(per_rank, checkpoint / name)
     except Exception as error:  # noqa: BLE001  # whatever it is, rank 0 waits for this one
         why = f"rank {world.rank}: {error!r}"
     reports = gather_to_rank_zero(world, (records, why), group)
     if failed := "; ".join(why for _, why in reports if why):
         raise OSError(f"every rank must write what it has of its own, but not all could: {failed}")
-    return metadata, {file: record for known, _ in reports for file, record in known.items()}
+    return metadata, {file: record for written, _ in reports for file, record in written.items()}
 
 
 def read(path: Path, metadata: Any, targets: Mapping[KeyPath, Any]) -> dict[KeyPath, Tensor]:

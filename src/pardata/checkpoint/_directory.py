@@ -53,7 +53,7 @@ class CheckpointDirectory:
         """Return the folder where a checkpoint is to be written before it has its name."""
         self._began = time.perf_counter()
         with self._cleaned_after_errors(step):
-            there = checkpoint_names(self._directory)
+            existing = checkpoint_names(self._directory)
             if not self._has_begun:
                 self._directory.mkdir(parents=True, exist_ok=True)
                 self._write_owner()
@@ -63,7 +63,7 @@ class CheckpointDirectory:
             attempt = self._name.attempt
             if attempt == 0 or step <= self._name.step:
                 # A step that comes again is newer than the first one all the same.
-                attempt = 1 + max((name.attempt for name in (*there, *stale)), default=0)
+                attempt = 1 + max((name.attempt for name in (*existing, *stale)), default=0)
             for name in stale:
                 shutil.rmtree(self._directory / f"{_UNFINISHED}{name}", ignore_errors=True)
             self._name = CheckpointName(attempt, step)

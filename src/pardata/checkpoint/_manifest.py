@@ -25,14 +25,14 @@ Record: TypeAlias = tuple[int, str]
 Manifest: TypeAlias = dict[str, Any]
 
 
-def write_manifest(folder: Path, facts: Manifest, known: Mapping[str, Record]) -> int:
+def write_manifest(folder: Path, facts: Manifest, done: Mapping[str, Record]) -> int:
     """Describe all files in a folder, wait until they are on the disk, and return their bytes.
 
     Those that are known, because their writers have recorded and synced them, are not read.
     """
-    others = [p for p in sorted(folder.rglob("*")) if p.relative_to(folder).as_posix() not in known]
+    others = [p for p in sorted(folder.rglob("*")) if p.relative_to(folder).as_posix() not in done]
     files = {p.relative_to(folder).as_posix(): record_of(p) for p in others if p.is_file()}
-    files.update(known)
+    files.update(done)
     manifest = {"format": FORMAT, "files": files, **facts}
     signed = {"sha256": _digest(manifest), "manifest": manifest}
     (folder / _MANIFEST).write_text(json.dumps(signed, sort_keys=True, indent=1))

@@ -49,10 +49,10 @@ class Restored:
 
     step: int = 0
     values: dict[str, Any] = field(default_factory=dict)
-    _is_there: bool = field(default=False, repr=False)
+    _was_found: bool = field(default=False, repr=False)
 
     def __bool__(self) -> bool:
-        return self._is_there
+        return self._was_found
 
 
 class LoadedCheckpoint(NamedTuple):
@@ -74,24 +74,24 @@ class LoadedCheckpoint(NamedTuple):
     generators: list[Any]
     metadata: Any = None
 
-    def apply(self, world: World, things: Mapping[str, Any], likes: Templates) -> Restored:
+    def apply(self, world: World, things: Mapping[str, Any], templates: Templates) -> Restored:
         """Give things their states, and return the rest. Collective.
 
         Args:
             world: this process.
             things: by name.
-            likes: what shows how their parts are to be sharded.
+            templates: what shows how their parts are to be sharded.
 
         Raises:
             ValueError: for a name that was not saved.
             RuntimeError: if a state does not fit its thing.
         """
         saved = self.generators
-        lost = [name for name in self.manifest["per_rank"] if name not in self.objects]
-        things = {name: thing for name, thing in things.items() if name not in lost}
+        unavailable = [name for name in self.manifest["per_rank"] if name not in self.objects]
+        things = {name: thing for name, thing in things.items() if name not in unavailable}
         values = [name for name in self.manifest["values"] if name in self.objects]
         self._require(things)
-        trees = self.trees_of(things, values, likes)
+        trees = self.trees_of(things, values, templates)
         # What can be iterated shows that a run resumes, and not only what the run has learnt.
         bare = [one for one in things.values() if not isinstance(one, nn.Module)]
         resumes, is_alike = any(hasattr(one, "__iter__") for one in bare), len(saved) == world.size
@@ -104,11 +104,11 @@ class LoadedCheckpoint(NamedTuple):
                 set_rng_state(states, world.device, only_seed=not is_alike)
 
         exchange(store_client(), "Checkpointer.restore (loading)", load)
-        self._report(world, lost)
+        self._report(world, unavailable)
         if resumes and not is_alike:
             text = "the seed is restored, but no random generators: %d process(es) saved theirs"
             _log.info(f"{text}, and there are %d now", len(saved), world.size)
-        return Restored(self.manifest["step"], {n: trees[n] for n in values}, _is_there=True)
+        return Restored(self.manifest["step"], {n: trees[n] for n in values}, _was_found=True)
 
     def _require(self, names: Iterable[str]) -> None:
         """Raise for a name that was not saved as something with a state."""
@@ -119,34 +119,34 @@ class LoadedCheckpoint(NamedTuple):
                 f"not; the checkpoint {self.path} has {', '.join(map(repr, saved)) or 'none'}"
             )
 
-    def _report(self, world: World, lost: list[str]) -> None:
+    def _report(self, world: World, unavailable: list[str]) -> None:
         """Log what is restored, and what is not."""
         step, processes = self.manifest["step"], self.manifest["processes"]
         text = "pardata restored step %d of %s, saved by %d process(es) with torch %s"
         _log.info(text, step, self.path.parent, processes, self.manifest["torch"])
-        if lost:
+        if unavailable:
             text = "pardata restored no %s: each of %d process(es) saved its own, now there are %d"
-            names = ", ".join(f"`{name}`" for name in lost)
+            names = ", ".join(f"`{name}`" for name in unavailable)
             _log.warning(text, names, processes, world.size, ranks=[0])
 
-    def trees_of(self, things: Mapping[str, Any], values: list[str], likes: Templates) -> Any:
+    def trees_of(self, things: Mapping[str, Any], values: list[str], templates: Templates) -> Any:
         """Return the trees of things and values: weights mapped, the others copied. Collective."""
         names = [*things, *values]
         sharded = [at for at in self.sharded if at[0] in names]
         # A model's is under the very path, an optimizer's under that of the parameter's state.
-        targets = {at: likes.get(at, likes.get(at[:-1])) for at in sharded}
+        targets = {at: templates.get(at, templates.get(at[:-1])) for at in sharded}
         tensors = shards.read(self.path, self.metadata, targets) if targets else {}
 
-        def placed(at: KeyPath, leaf: Any) -> Any:
+        def place(at: KeyPath, leaf: Any) -> Any:
             if at[0] in modules and str(at[1]).endswith("_extra_state"):
                 return deepcopy(leaf)
-            return tensors[at] if at in tensors else shards.shard_like(leaf, likes.get(at[:-1]))
+            return tensors[at] if at in tensors else shards.shard_like(leaf, templates.get(at[:-1]))
 
         # Tensors that are one stay one. A module copies its weights, but no extra state.
         modules = [name for name, thing in things.items() if isinstance(thing, nn.Module)]
         copied = deepcopy({name: self.objects[name] for name in names if name not in modules})
         trees = {**copied, **{name: self.objects[name] for name in modules}}
-        return map_with_path(trees, placed, is_leaf=is_custom_container)
+        return map_with_path(trees, place, is_leaf=is_custom_container)
 
 
 def load_latest(world: World, directory: Path, at: int | None) -> LoadedCheckpoint | None:
@@ -243,13 +243,13 @@ def _load(name: str, thing: Any, tree: Any) -> None:
 
 def sharding_templates(things: Mapping[str, object]) -> Templates:
     """Return the parameters that are sharded, by where their parts are in the states of things."""
-    likes: Templates = {}
+    templates: Templates = {}
     for name, thing in things.items():
         if isinstance(thing, nn.Module):
             state = unwrap(thing).state_dict().items()
-            likes |= {(name, key): value for key, value in state}
+            templates |= {(name, key): value for key, value in state}
         if isinstance(thing, torch.optim.Optimizer):
             # In the order by which state_dict() numbers them.
             parameters = (one for group in thing.param_groups for one in group["params"])
-            likes |= {(name, "state", number): one for number, one in enumerate(parameters)}
-    return {at: like for at, like in likes.items() if shards.is_sharded(like)}
+            templates |= {(name, "state", number): one for number, one in enumerate(parameters)}
+    return {at: parameter for at, parameter in templates.items() if shards.is_sharded(parameter)}

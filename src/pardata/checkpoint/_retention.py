@@ -44,15 +44,15 @@ def checkpoint_names(directory: Path, prefix: str = "") -> list[CheckpointName]:
 
 def newest_first(directory: Path, at: int | None) -> list[CheckpointName]:
     """Return the names of all checkpoints, or those of a step, from the newest to the oldest."""
-    there = checkpoint_names(directory)
-    if not there and CheckpointName.parse(directory.name) is not None:
+    existing = checkpoint_names(directory)
+    if not existing and CheckpointName.parse(directory.name) is not None:
         raise ValueError(
             f"`directory` must be that of all checkpoints of a run, but {directory} is one of "
             f"them: pass {directory.parent}"
         )
-    found = [name for name in reversed(there) if at in (None, name.step)]
+    found = [name for name in reversed(existing) if at in (None, name.step)]
     if not found and at is not None:
-        steps = ", ".join(str(step) for step in sorted({name.step for name in there}))
+        steps = ", ".join(str(step) for step in sorted({name.step for name in existing}))
         raise ValueError(
             f"`at` must be a step of which there is a checkpoint, but is {at}: {directory} has "
             f"{steps or 'none'}"
@@ -84,18 +84,18 @@ class Retention:
                 f"compares it, but is {value}: pass float(…), or None if it is not known"
             )
 
-    def outdated(self, directory: Path, there: list[CheckpointName]) -> list[CheckpointName]:
+    def outdated(self, directory: Path, existing: list[CheckpointName]) -> list[CheckpointName]:
         """Return which of the checkpoints that are there, from the oldest to the newest, to remove.
 
         Of several that are the best the first is kept.
         """
-        kept = set(there[-self._keep :])
+        kept = set(existing[-self._keep :])
         if self._by is not None:
-            known: dict[CheckpointName, float] = {}
-            for name in there:
+            scores: dict[CheckpointName, float] = {}
+            for name in existing:
                 with suppress(UnusableError, OSError):  # unusable, or removed meanwhile
                     value = read_manifest(directory / str(name))["numbers"].get(self._by)
                     if value is not None and not isnan(value):
-                        known[name] = self._sign * value
-            kept.update([max(known, key=lambda name: known[name])] if known else [])
-        return [name for name in there if name not in kept]
+                        scores[name] = self._sign * value
+            kept.update([max(scores, key=lambda name: scores[name])] if scores else [])
+        return [name for name in existing if name not in kept]

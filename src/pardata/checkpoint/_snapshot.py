@@ -25,9 +25,9 @@ class Snapshot:
 
     Attributes:
         trees: by name; `None` stands for what is sharded.
-        own: those of `per_rank`.
+        per_rank: those of `per_rank`.
         parts: sharded tensors, by where they are in the trees.
-        texts: what must be the same on every rank, by where it is. The tensors of models and
+        compared: what must be the same on every rank, by where it is. The tensors of models and
             optimizers, which are many, are there without their bits.
         facts: what the manifest says of the objects.
 
@@ -43,7 +43,7 @@ class Snapshot:
 
     def __init__(self, world: World, objects: _Named, per_rank: _Named, *, copy: bool) -> None:
         self.parts: dict[KeyPath, Tensor] = {}
-        self.texts: dict[str, str] = {}
+        self.compared: dict[str, str] = {}
         both = {**objects, **per_rank}
         values = [name for name, thing in both.items() if not _is_stateful(thing)]
         replicas = nn.Module, torch.optim.Optimizer
@@ -59,13 +59,13 @@ class Snapshot:
             is_copied = copy and (world.is_main or name in per_rank)
             with torch.no_grad():  # a copy has no history
                 make = copies.of if is_copied else _plain_tensor
-                self.trees[name] = self._taken(state, make, name)
+                self.trees[name] = self._collect(state, make, name)
             _require_safe((name,), self.trees[name])
         if copy:
             self.parts = {at: p.detach().to("cpu", copy=True) for at, p in self.parts.items()}
             self.trees = map_with_path(self.trees, _copied, is_leaf=is_custom_container)
         copies.wait()
-        self.own = {name: self.trees.pop(name) for name in per_rank}
+        self.per_rank = {name: self.trees.pop(name) for name in per_rank}
         self.facts = {
             "values": values,
             "per_rank": list(per_rank),
@@ -75,7 +75,7 @@ class Snapshot:
             "processes": world.size,
         }
 
-    def _taken(self, tree: Any, make: Callable[[Tensor], Tensor], name: str) -> Any:
+    def _collect(self, tree: Any, make: Callable[[Tensor], Tensor], name: str) -> Any:
         """Return a tree as it will be written.
 
         Args:
@@ -86,7 +86,7 @@ class Snapshot:
 
         def take(at: KeyPath, leaf: Any) -> Any:
             if name in self._with_bits:
-                self.texts[".".join(map(str, at))] = _text_of(leaf, self._with_bits[name])
+                self.compared[".".join(map(str, at))] = _text_of(leaf, self._with_bits[name])
             if not isinstance(leaf, Tensor):
                 return plain_number(leaf)
             if not is_sharded(leaf):
@@ -125,7 +125,7 @@ class HostCopies:
     """Makes copies of tensors, on the CPU: one of those that are one."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, tuple[Tensor, Tensor]] = {}
+        self._copies: dict[Any, tuple[Tensor, Tensor]] = {}
         self._gpus: set[torch.device] = set()
 
     def of(self, tensor: Tensor) -> Tensor:
@@ -134,15 +134,15 @@ class HostCopies:
             return tensor.to("cpu", copy=True)
         view = tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
         key = (tensor.data_ptr(), *view, tensor.dtype, tensor.device)
-        if key not in self._known:
+        if key not in self._copies:
             if has_streams(tensor.device):  # into pinned memory, several times as fast
                 self._gpus.add(tensor.device)
                 copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
                 copy.copy_(tensor, non_blocking=True)
             else:
                 copy = tensor.clone() if tensor.is_cpu else tensor.cpu()
-            self._known[key] = tensor, copy  # held, so that its memory is no other's
-        return self._known[key][1]
+            self._copies[key] = tensor, copy  # held, so that its memory is no other's
+        return self._copies[key][1]
 
     def wait(self) -> None:
         """Wait until all copies are there."""

@@ -88,14 +88,14 @@ class _DifferentiableAllGather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        like = gradients[ctx.world.rank]
+        local = gradients[ctx.world.rank]
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         flat = flat.to(torch.promote_types(flat.dtype, torch.float32))  # a sum of halves rounds
         if ctx.world.size > 1:
             with explain_comm_errors("all_gather (backward)"):
                 dist.all_reduce(flat, group=ctx.group)
         mine = flat.split([gradient.numel() for gradient in gradients])[ctx.world.rank]
-        return None, None, mine.view(like.shape).to(like.dtype)
+        return None, None, mine.view(local.shape).to(local.dtype)
 
 
 def broadcast(value: _T) -> _T:
@@ -143,8 +143,8 @@ def gather_to_rank_zero(world: World, value: _T, group: Any = None) -> list[_T]:
     default, device = cpu_group_and_device(world)
     group, data = group or default, serialize(value)
     lengths = _stack_from_ranks(torch.tensor([len(data)], device=device), world.size, group)
-    own = torch.frombuffer(data, dtype=torch.uint8).to(device)
-    sent = pad(own, (0, int(lengths.max()) - len(data)))
+    local = torch.frombuffer(data, dtype=torch.uint8).to(device)
+    sent = pad(local, (0, int(lengths.max()) - len(data)))
     received = [torch.empty_like(sent) for _ in range(world.size)] if world.is_main else None
     dist.gather(sent, received, group=group)
     pairs = zip(received or [], lengths.flatten().tolist(), strict=False)
@@ -161,10 +161,10 @@ def serialize(value: object) -> bytearray:
 def deserialize(data: bytes | bytearray, device: object = "cpu") -> Any:
     """Return what another rank pickled; what was on its GPU comes on `device`."""
 
-    def placed(storage: Any, where: str) -> Any:
+    def location(storage: Any, where: str) -> Any:
         return default_restore_location(storage, where if where == "cpu" else str(device))
 
-    return torch.load(io.BytesIO(data), map_location=placed, weights_only=False)
+    return torch.load(io.BytesIO(data), map_location=location, weights_only=False)
 
 
 def _gather(checked: CheckedCollective, parts: list[Tensor]) -> list[Any]:
@@ -179,8 +179,8 @@ def _gather(checked: CheckedCollective, parts: list[Tensor]) -> list[Any]:
     device = checked.world.device if any(checked.wire_dtypes) else checked.device
     # Clones: one element of a column counts as contiguous, yet its stride forbids the view.
     flat = [p.reshape(-1).clone(memory_format=torch.contiguous_format) for p in parts]
-    own = torch.cat([part.view(torch.uint8).to(device) for part in flat])
-    padded = pad(own, (0, max(map(sum, sizes)) - len(own)))
+    local = torch.cat([part.view(torch.uint8).to(device) for part in flat])
+    padded = pad(local, (0, max(map(sum, sizes)) - len(local)))
     sent = zip(_stack_from_ranks(padded, size, checked.group(padded)), sizes, strict=True)
     received = [row[: sum(lengths)].split(lengths) for row, lengths in sent]
     both = zip(zip(*all_rows, strict=True), zip(*received, strict=True), strict=True)

@@ -221,10 +221,10 @@ def _is_integral(total: Tensor | float) -> bool:
     if isinstance(total, Tensor) and total.dtype == torch.int64:  # it travelled apart
         return True
     # Where it is not, a float was elsewhere. The fraction of infinity is NaN.
-    whole = bool((total.frac() == 0).all()) if isinstance(total, Tensor) else total.is_integer()
-    if whole:
+    integral = bool((total.frac() == 0).all()) if isinstance(total, Tensor) else total.is_integer()
+    if integral:
         _require_exact(total)
-    return whole
+    return integral
 
 
 def _require_exact(number: Leaf) -> None:

@@ -72,8 +72,8 @@ class CheckedCollective:
         found = self.capture(find, {})
         self._paths, self.leaves = list(found), list(found.values())
         self._kinds = self.capture(lambda: [describe(leaf) for leaf in self.leaves], [])
-        apart = self.world.size == 1 or has_accelerator_backend(self.world.backend)
-        self.wire_dtypes = [self._wire_dtype(leaf) if apart else None for leaf in self.leaves]
+        on_wire = self.world.size == 1 or has_accelerator_backend(self.world.backend)
+        self.wire_dtypes = [self._wire_dtype(leaf) if on_wire else None for leaf in self.leaves]
 
     def capture(self, work: Callable[[], Any], otherwise: Any) -> Any:
         """Return what `work` returns; if it fails, `all_reduce` raises that, on every rank."""
@@ -181,8 +181,8 @@ class CheckedCollective:
     def rebuilt(self, value: _T, replacements: Iterable[Any], is_leaf: Any = None) -> _T:
         """Return a value like this rank's, of other leaves."""
         found = dict(zip(self._paths, replacements, strict=True))
-        like: _T = map_with_path(value, lambda path, _: found[path], is_leaf=is_leaf)
-        return like
+        result: _T = map_with_path(value, lambda path, _: found[path], is_leaf=is_leaf)
+        return result
 
     def _wire_dtype(self, leaf: Any) -> torch.dtype | None:
         if (

@@ -39,8 +39,8 @@ def outline(dataset: Any) -> list[Any]:
 
 def cpu_default_device() -> AbstractContextManager[Any]:
     """Make tensors on the CPU in a block, whatever ``torch.set_default_device`` was told."""
-    is_there = torch.empty(0).is_cpu  # a tenth of the time of torch.get_default_device
-    return nullcontext() if is_there else torch.device("cpu")
+    is_cpu = torch.empty(0).is_cpu  # a tenth of the time of torch.get_default_device
+    return nullcontext() if is_cpu else torch.device("cpu")
 
 
 # --- read: the batch that `default_collate` would make of the samples

@@ -70,8 +70,8 @@ def listed_samples(dataset: Any) -> str:
 
 
 def _numbers_classes(value: Any) -> bool:
-    whole = type(value) is dict and all(type(number) is int for number in value.values())
-    return whole and len(value) > 1 and sorted(value.values()) == [*range(len(value))]
+    are_numbers = type(value) is dict and all(type(number) is int for number in value.values())
+    return are_numbers and len(value) > 1 and sorted(value.values()) == [*range(len(value))]
 
 
 def _is_vector(value: Any) -> bool:

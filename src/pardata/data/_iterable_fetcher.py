@@ -95,8 +95,8 @@ class IterableFetcher(IterableDataset[FetchedStep]):
             isinstance(leaf, _HASHED) or hasattr(leaf, "tobytes")
             for _, leaf in leaves_with_path(ends)
         )
-        apart = self.is_sharded and not all(has_hash)
-        return content_hash(ends) + (f" of rank {self.plan.rank}" if apart else "")
+        tells_ranks_apart = self.is_sharded and not all(has_hash)
+        return content_hash(ends) + (f" of rank {self.plan.rank}" if tells_ranks_apart else "")
 
     def _fetched(
         self, step: StepInfo, runs: list[range], read: list[Any], digest: str
@@ -167,10 +167,10 @@ class LockstepSource(StepSource):
         fetched = self._start_epoch(start.epoch, lambda: iter(stream))
         # One that resumes from its own state does not begin anew.
         again, before = (start.delivered, start.digest) if state is None else (0, None)
-        is_alone, number, read = self._ranks.size == 1, 0, 0
-        steps = fetched if is_alone else self._lockstep(fetched, before)
+        is_single, number, read = self._ranks.size == 1, 0, 0
+        steps = fetched if is_single else self._lockstep(fetched, before)
         for number, current in enumerate(steps, start=1):
-            if is_alone and number == 1:
+            if is_single and number == 1:
                 self._compare(current, before)
             if read == again:
                 self._has_yielded = True
@@ -245,8 +245,8 @@ class LockstepSource(StepSource):
             raise_if_different("make_loader(IterableDataset)", facts, cure)
             return facts[:1]
 
-        own, call = {"first samples": first.digest}, "iter(loader) of an IterableDataset"
-        digests = exchange(store_client(self._ranks), call, lambda: own, decide)
+        local_facts, call = {"first samples": first.digest}, "iter(loader) of an IterableDataset"
+        digests = exchange(store_client(self._ranks), call, lambda: local_facts, decide)
         self.digest = content_hash(digests)
         if before not in (None, self.digest):
             raise ValueError(

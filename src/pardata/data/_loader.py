@@ -21,7 +21,8 @@ from pardata.environment._logger import get_logger
 
 _log = get_logger(__name__)
 
-_LONG, _LONG_SHARE = 1.0, 0.3  # from so many seconds and this part of an epoch on waiting is long
+# Waiting is reported from so many seconds and this fraction of an epoch.
+_LONG, _LONG_FRACTION = 1.0, 0.3
 _END = (None, None, None)  # no step, and no batch
 
 Parts: TypeAlias = tuple[StateSchema, StepSource, DeviceTransfer]
@@ -215,7 +216,7 @@ class Loader:
             bookmark.finished(begun)
             self._speak_of_waiting(clock)
         except GeneratorExit:
-            bookmark.left(begun)
+            bookmark.abandon(begun)
             raise
         finally:
             begun.is_running = False
@@ -251,7 +252,7 @@ class Loader:
 
     def _speak_of_waiting(self, clock: WaitTimer) -> None:
         stats = clock.stats()
-        is_long = stats["wait_seconds"] >= _LONG and stats["wait_share"] >= _LONG_SHARE
+        is_long = stats["wait_seconds"] >= _LONG and stats["wait_share"] >= _LONG_FRACTION
         if self._has_spoken or not is_long:
             return
         self._has_spoken = True

@@ -35,11 +35,11 @@ class Pass:
 
     Attributes:
         is_running: whether it has begun, and the loop may ask for another batch.
-        is_left: whether the loop over it was left before its end.
+        is_abandoned: whether the loop over it was left before its end.
     """
 
     is_running: bool = False
-    is_left: bool = False
+    is_abandoned: bool = False
 
 
 class EpochCursor:
@@ -67,7 +67,7 @@ class EpochCursor:
 
         Not while an exception is handled, which may have ended that loop.
         """
-        return self._newest.is_left and self._pin is not None and sys.exc_info()[0] is None
+        return self._newest.is_abandoned and self._pin is not None and sys.exc_info()[0] is None
 
     @property
     def state(self) -> Position:
@@ -113,20 +113,20 @@ class EpochCursor:
             self.next_unfinished = Position(self.now.epoch + 1)
             self.next = self.next_unfinished if self._pin is None else Position(self.now.epoch)
 
-    def left(self, begun: Pass) -> None:
+    def abandon(self, begun: Pass) -> None:
         """Take down that the loop over this pass was left."""
-        begun.is_left = not self._is_set
+        begun.is_abandoned = not self._is_set
 
     def set_epoch(self, epoch: int) -> None:
         """Begin the next pass in this epoch; the rest of one that was resumed stays its rest."""
-        is_there = epoch == self.next.epoch
-        if self._pin is None or not is_there:  # `epochs` has set it already
-            self.go_to(self.next if is_there else Position(epoch))
+        is_next = epoch == self.next.epoch
+        if self._pin is None or not is_next:  # `epochs` has set it already
+            self.go_to(self.next if is_next else Position(epoch))
 
     def go_to(self, start: Position) -> None:
         """Begin the next pass there."""
         self.next = self.next_unfinished = start
-        self._newest.is_left = False
+        self._newest.is_abandoned = False
         if not self._newest.is_running:
             self.now = start
 
@@ -188,8 +188,8 @@ class StateSchema(NamedTuple):
             )
         epoch, delivered = state["epoch"], state["delivered"]
         length = None if self.is_stream else self.facts["length"]
-        is_there = _is_count(epoch) and _is_count(delivered)
-        if not is_there or (length is not None and delivered > length):
+        is_next = _is_count(epoch) and _is_count(delivered)
+        if not is_next or (length is not None and delivered > length):
             raise ValueError(
                 f"`state` must be at a sample of an epoch, but is at sample "
                 f"{reprlib.repr(delivered)} of epoch {reprlib.repr(epoch)}: look at what was saved"

@@ -92,24 +92,24 @@ class Microbatches(Sequence[_T]):
         >>> Microbatches.of([torch.ones(2, 3), torch.ones(1, 3)], step=5)
         Microbatches(epoch=0, step=5, 0 … 1 of 2)
         """
-        share, world = tuple(batches), require_world("Microbatches.of")
+        local, world = tuple(batches), require_world("Microbatches.of")
 
         def state() -> dict[str, Any]:
-            return {"counts": [num_samples(batch) for batch in share], "seed": torch.initial_seed()}
+            return {"counts": [num_samples(batch) for batch in local], "seed": torch.initial_seed()}
 
         def decide(facts: list[dict[str, Any]]) -> tuple[list[int], int]:
-            shares = [one["counts"] for one in facts]
-            numbers = [*map(len, shares)]
+            by_rank = [one["counts"] for one in facts]
+            numbers = [*map(len, by_rank)]
             if min(numbers) == 0 or min(numbers) < max(numbers):
                 raise ValueError(
                     f"`batches` must be equally many on every rank, at least one, but are "
                     f"{numbers}, in rank order: divide them otherwise, or let a loader do it"
                 )
-            return [count for one in shares for count in one], facts[0]["seed"]
+            return [count for one in by_rank for count in one], facts[0]["seed"]
 
         counts, seed = exchange(store_client(world), "Microbatches.of", state, decide)
-        where: dict[str, Any] = {"epoch": epoch, "step": step, "first": world.rank * len(share)}
-        return cls(share, **where, counts=counts, seed=seed, size=world.size)
+        where: dict[str, Any] = {"epoch": epoch, "step": step, "first": world.rank * len(local)}
+        return cls(local, **where, counts=counts, seed=seed, size=world.size)
 
     def __len__(self) -> int:
         return len(self._batches)

@@ -38,16 +38,16 @@ class DeliveredBatches:
     def __init__(self) -> None:
         # By the identity of a column, of each batch that has it: what was read, and whether some of
         # its columns tell it too.
-        self._known: dict[int, tuple[weakref.ref[Any], dict[int, tuple[ReadRecord, bool]]]] = {}
+        self._batches: dict[int, tuple[weakref.ref[Any], dict[int, tuple[ReadRecord, bool]]]] = {}
 
     def add(self, batch: Any, read: ReadRecord) -> None:
         """Take down what was read for `batch`, which the loop is about to get."""
         key, columns = _key(batch), _columns(batch)
         are_samples = is_list(batch) and len(batch) == read.samples and _are_alike(batch)
         for column in columns[:1] if are_samples else columns:
-            if (number := id(column)) not in self._known:
-                self._known[number] = weakref.ref(column, partial(self._known.pop, number)), {}
-            batches = self._known[number][1]
+            if (number := id(column)) not in self._batches:
+                self._batches[number] = weakref.ref(column, partial(self._batches.pop, number)), {}
+            batches = self._batches[number][1]
             batches.pop(key, None)  # the newest is the last
             batches[key] = read, not are_samples
             if len(batches) > _MOST:
@@ -55,14 +55,14 @@ class DeliveredBatches:
 
     def get(self, batch: Any) -> ReadRecord | None:
         """Return what was read for `batch`, if a loader has delivered it, or more columns of it."""
-        known = [self._known.get(id(column), (None, {}))[1] for column in _columns(batch)]
-        if not known:
+        held = [self._batches.get(id(column), (None, {}))[1] for column in _columns(batch)]
+        if not held:
             return None
-        read, _ = known[0].get(_key(batch), (None, False))
+        read, _ = held[0].get(_key(batch), (None, False))
         common = (
-            known[0][key][0]
-            for key in reversed(known[0])
-            if known[0][key][1] and all(key in batches for batches in known)
+            held[0][key][0]
+            for key in reversed(held[0])
+            if held[0][key][1] and all(key in batches for batches in held)
         )
         return read or next(common, None)
 
@@ -107,8 +107,8 @@ def num_samples(batch: Any, read: int | None = None) -> int:
     Raises:
         TypeError: where no loader has read it, and it does not tell.
     """
-    if (known := delivered.get(batch)) is not None:
-        read = known.samples
+    if (record := delivered.get(batch)) is not None:
+        read = record.samples
     first = _first(batch)
     if read and isinstance(first, Tensor) and first.shape[:1] == (read,):
         return read  # most are of this kind

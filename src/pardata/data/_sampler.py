@@ -120,15 +120,15 @@ class GlobalBatchSampler(Sampler[FetchRequest]):
 
     def __iter__(self) -> Iterator[FetchRequest]:
         plan, steps = self.plan, self.epoch.steps
-        shares: dict[int, tuple[StepInfo, list[range]]] = {}  # by how many samples a step has
+        cached: dict[int, tuple[StepInfo, list[range]]] = {}  # by how many samples a step has
         together = max(1, _AHEAD * plan.size // (plan.batch_size or _AHEAD))
         for start in range(self._first, len(steps), together):
             requested = []
             for number in range(start, min(start + together, len(steps))):
                 positions = steps[number]
-                if (samples := len(positions)) not in shares:
-                    shares[samples] = plan.local_ranges(samples)
-                step, runs = shares[samples]
+                if (samples := len(positions)) not in cached:
+                    cached[samples] = plan.local_ranges(samples)
+                step, runs = cached[samples]
                 step = StepInfo(self._number, number, *step[2:])  # _replace takes twice as long
                 requested.append((step, [positions[run.start : run.stop] for run in runs]))
             indices = iter(self.epoch.indices_at([run for _, runs in requested for run in runs]))

@@ -41,7 +41,7 @@ def _smoke_test(world: World) -> list[Finding]:
     found = [Finding("joining", f"{world.size} ranks met, backend {world.backend}")]
     got, right = all_reduce_sum(world.rank + 1), world.size * (world.size + 1) // 2
 
-    def own() -> str:
+    def describe() -> str:
         if got != right:
             raise RuntimeError(
                 f"the sum over all ranks must be {right}, but is {got} on rank {world.rank}: take "
@@ -51,7 +51,7 @@ def _smoke_test(world: World) -> list[Finding]:
         return f"{node}, {world.device}, cores: {cpus_per_rank(world)}"
 
     # What one rank raises, all do.
-    places: list[str] = exchange(store_client(), "pardata check", own, list)
+    places: list[str] = exchange(store_client(), "pardata check", describe, list)
     found += [Finding(f"rank {rank}", place) for rank, place in enumerate(places)]
     found.append(Finding("all-reduce", "correct"))
     seconds = _median_seconds(torch.zeros(1, device=world.device), _TIMES_SMALL)

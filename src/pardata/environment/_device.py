@@ -71,15 +71,15 @@ def visibility_variables() -> dict[str, str]:
 
 def undetected_gpus(root: Path = Path("/")) -> tuple[str, str] | None:
     """Return that torch sees none of the GPUs that are here, and the cure, if that is so."""
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")  # torch warns of a driver that is too old
         if visible_devices():
             return None
     # The driver's folder is there in a container that was started without them, too.
     found = len(list((root / "proc/driver/nvidia/gpus").glob("*")))
-    if not found and not said:
+    if not found and not seen:
         return None
-    text = f"torch sees none of the driver's {found} GPUs{f' ({said[0].message})' if said else ''}"
+    text = f"torch sees none of the driver's {found} GPUs{f' ({seen[0].message})' if seen else ''}"
     mask = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
     cure = (
         f"install a torch for CUDA (this one is {torch.__version__}), unset "
@@ -132,7 +132,7 @@ def has_accelerator_backend(backend: str | None) -> bool:
 def supports_device(backend: str | None, kind: str) -> bool:
     """Return whether a group with this backend, if it is one, reduces tensors on such devices."""
     parts = _parts(backend or "gloo")
-    return any(kind in kinds if own is None else kind == own for own, kinds in parts)
+    return any(kind in kinds if only is None else kind == only for only, kinds in parts)
 
 
 def _parts(backend: str) -> Iterator[tuple[str | None, Collection[str]]]:
@@ -179,8 +179,8 @@ def default_store() -> Any:
 
 def broadcast_together(tensors: list[Tensor], group: Any = None) -> None:
     """Set tensors to rank 0's, in messages of 250 MB: more would take as much memory again."""
-    taken: Any = group or dist.group.WORLD
-    dist._broadcast_coalesced(taken, tensors, 250 * 2**20, 0)
+    target: Any = group or dist.group.WORLD
+    dist._broadcast_coalesced(target, tensors, 250 * 2**20, 0)
 
 
 def sequence_number(group: Any) -> int:

@@ -187,10 +187,10 @@ def first_host(text: str) -> str:
 
 def _numbers(env: Env, names: tuple[str, ...], launcher: str) -> list[int]:
     """Return the first four variables, numbers all, if none of `names` is missing."""
-    there = [f"`{name}`" for name in names if env.get(name)]
+    present = [f"`{name}`" for name in names if env.get(name)]
     missing = [f"`{name}`" for name in names if not env.get(name)]
     if missing:
-        also = f" in addition to {', '.join(there)}" if there else ""
+        also = f" in addition to {', '.join(present)}" if present else ""
         raise ValueError(
             f"the variables of {launcher} must be set together, but {', '.join(missing)} must "
             f"still be set{also}: start the script with the launcher itself, or {_OPT_OUT}"

@@ -15,10 +15,10 @@ def broadcast_coalesced(tensors: Iterable[Tensor], group: Any = None) -> None:
     # As bytes, for gloo does not know all dtypes; .data, for autograd may have saved a buffer.
     held = [(tensor.data, tensor.data.contiguous()) for tensor in tensors]
     if held:
-        broadcast_together([whole.view(-1).view(torch.uint8) for _, whole in held], group)
-    for tensor, whole in held:
+        broadcast_together([contiguous.view(-1).view(torch.uint8) for _, contiguous in held], group)
+    for tensor, contiguous in held:
         if not tensor.is_contiguous():
-            tensor.copy_(whole)
+            tensor.copy_(contiguous)
 
 
 def average_buffers(buffers: Collection[Tensor], count: float, total: float | Tensor) -> None:

@@ -54,19 +54,19 @@ class BufferSnapshot(AbstractContextManager["BufferSnapshot"]):
     """A block after which buffers are what they were, the same tensors with their values.
 
     Args:
-        parts: the modules whose buffers.
+        modules: the modules whose buffers.
     """
 
-    def __init__(self, parts: Iterable[nn.Module]) -> None:
-        self._held = [(own, dict(own)) for part in parts if (own := direct_tensors(part)[1])]
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._held = [(b, dict(b)) for module in modules if (b := direct_tensors(module)[1])]
         tensors = [b for _, before in self._held for b in before.values() if b is not None]
         # .data, because autograd may have saved a buffer.
         self._values = [(buffer.data, buffer.data.clone()) for buffer in tensors]
 
     def __exit__(self, kind: object, *_rest: object) -> None:
-        for own, before in self._held:
-            own.clear()
-            own.update(before)
+        for buffers, before in self._held:
+            buffers.clear()
+            buffers.update(before)
         # After an error on a GPU each kernel raises it anew: the error of the block stays.
         with suppress(*[RuntimeError] * (kind is not None)):
             for data, value in self._values:

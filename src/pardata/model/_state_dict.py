@@ -51,17 +51,17 @@ def load_sharded(model: nn.Module, given: object, *, strict: bool, assign: bool)
     return found[0]
 
 
-def _shard_like(value: Any, like: Any) -> Any:
+def _shard_like(value: Any, template: Any) -> Any:
     """Return this rank's part of a tensor that a module has sharded, where both have one shape."""
-    if not hasattr(like, "device_mesh") or hasattr(value, "device_mesh"):
+    if not hasattr(template, "device_mesh") or hasattr(value, "device_mesh"):
         return value
     # Whoever has a sharded model has paid for this import already.
     from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415  # takes 0.5 s
 
-    if getattr(value, "shape", None) != like.shape:
+    if getattr(value, "shape", None) != template.shape:
         return value  # load_state_dict() says so
-    whole = value.detach().to(like.device)
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    full = value.detach().to(template.device)
+    return distribute_tensor(full, template.device_mesh, template.placements, src_data_rank=None)
 
 
 def _read_state(state: object) -> Mapping[str, Any]:
@@ -88,16 +88,16 @@ def _renamed(state: Mapping[str, Any], plain: nn.Module) -> dict[str, Any]:
     versions = {_strip_wrappers(path): facts for path, facts in versions_of(state).items()}
     paths = [path for path, _ in plain.named_modules()]
     set_versions(renamed, {path: versions.get(_strip_wrappers(path), {}) for path in paths})
-    own = plain.state_dict()
-    cores = Counter(map(_strip_wrappers, own))
-    partners = {_strip_wrappers(name): name for name in own if cores[_strip_wrappers(name)] == 1}
+    target = plain.state_dict()
+    cores = Counter(map(_strip_wrappers, target))
+    partners = {_strip_wrappers(name): name for name in target if cores[_strip_wrappers(name)] == 1}
     for name, value in state.items():
-        partner = name if name in own else partners.get(_strip_wrappers(name), name)
+        partner = name if name in target else partners.get(_strip_wrappers(name), name)
         if partner in renamed:
             raise ValueError(
                 f"`state_or_path` must name each parameter once, but {partner!r} comes twice"
             )
-        renamed[partner] = _shard_like(value, own.get(partner))
+        renamed[partner] = _shard_like(value, target.get(partner))
     return renamed
 
 

@@ -114,11 +114,11 @@ def _truncate_after(file: Path, after: float) -> None:
     for line in file.read_bytes().splitlines():
         (kept if _is_kept(line, after) else moved).append(line + b"\n")
     if moved:
-        apart = file.with_name("metrics.removed.jsonl")
-        with apart.open("ab") as others:
+        removed = file.with_name("metrics.removed.jsonl")
+        with removed.open("ab") as others:
             others.writelines(moved)
         text = "moved %d of %d lines of %s to %s: they are of later steps, or cut off"
-        _log.warning(text, len(moved), len(moved) + len(kept), file, apart.name)
+        _log.warning(text, len(moved), len(moved) + len(kept), file, removed.name)
     changed = file.with_name(f".unfinished-{file.name}")
     changed.write_bytes(b"".join(kept))
     changed.replace(file)

@@ -79,14 +79,14 @@ def form_group(
     return GroupState(world, client, hosts_store, cpu_group, cpu_sharers=sharers)
 
 
-def _world_of(launch: LaunchInfo | None, own: dict[str, Any], hosts: list[str]) -> World:
-    device = torch.device(own["device"])
+def _world_of(launch: LaunchInfo | None, proposal: dict[str, Any], hosts: list[str]) -> World:
+    device = torch.device(proposal["device"])
     if launch is None:
         return world_of_group(device, hosts)
     names = list(dict.fromkeys(hosts))
-    node = names.index(own["host"]) if launch.node_rank is None else launch.node_rank
+    node = names.index(proposal["host"]) if launch.node_rank is None else launch.node_rank
     nodes = len(names) if launch.num_nodes is None else launch.num_nodes
-    return World(*launch[1:5], node, nodes, device, own["backend"], launch.launcher)
+    return World(*launch[1:5], node, nodes, device, proposal["backend"], launch.launcher)
 
 
 def create_on_all_ranks(client: StoreClient, create: Callable[[], _T]) -> _T:

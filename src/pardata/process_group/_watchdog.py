@@ -57,12 +57,12 @@ def rank_status(record: OpRecord, frame: FrameType) -> RankStatus:
     """Return where this rank is, from the record and the innermost frame of its training thread."""
     call, since, step = record
     frames = frames_of(frame)
-    own = user_frame(frames)
+    user = user_frame(frames)
     # Else pardata has called code of the user's, which is at work.
-    is_inside = any(one.package == "pardata" for one in frames[own:])
+    is_inside = any(one.package == "pardata" for one in frames[user:])
     compiles = any(one.package == "torch" and _compiles(one) for one in frames)
     waits = is_inside and call not in ("", LOADER) and not (compiles or current_op.leads)
-    text = f"at {frames[own].place if is_inside else location(frames)}"
+    text = f"at {frames[user].place if is_inside else location(frames)}"
     if is_in := current_op.leads or call:
         text = f"in {is_in} {text}"
     if compiles:
@@ -208,8 +208,8 @@ class Watchdog(Thread):
             return
         self._logs = True
         found = {rank: json.loads(text) for rank, text in enumerate(texts) if text}
-        known = {rank: RankStatus(*one[1]) for rank, one in found.items() if one[0] == number}
-        _log.warning(status_table(known, size))
+        fresh = {rank: RankStatus(*one[1]) for rank, one in found.items() if one[0] == number}
+        _log.warning(status_table(fresh, size))
 
     def _end_stall(self, seconds: float) -> None:
         if self._logs:

@@ -48,8 +48,8 @@ def user_frame(frames: Sequence[Frame]) -> int:
 
 def location(frames: Sequence[Frame]) -> str:
     """Return the user's line in which a thread is, and the innermost frame in brackets."""
-    own, last = frames[user_frame(frames)], frames[-1]
-    return own.place if own is last else f"{own.place} ({last.function}, {last.place})"
+    user, last = frames[user_frame(frames)], frames[-1]
+    return user.place if user is last else f"{user.place} ({last.function}, {last.place})"
 
 
 def _user_place(frames: Sequence[Frame]) -> str:

@@ -106,9 +106,9 @@ def require_equal(
 
 def raise_if_different(call: str, rows: list[dict[str, object]], cure: str) -> None:
     """Raise a `RuntimeError` with a table of the facts in which ranks differ, if they do."""
-    known = dict.fromkeys(name for facts in rows for name in facts)
-    rows = [{name: facts.get(name, "(nothing)") for name in known} for facts in rows]
-    names = [name for name in known if len({repr(facts[name]) for facts in rows}) > 1]
+    columns = dict.fromkeys(name for facts in rows for name in facts)
+    rows = [{name: facts.get(name, "(nothing)") for name in columns} for facts in rows]
+    names = [name for name in columns if len({repr(facts[name]) for facts in rows}) > 1]
     if names:
         first, more = names[:_SHOWN], len(names) - _SHOWN
         lines = [", ".join(f"{name}={facts[name]!r}" for name in first) for facts in rows]
@@ -185,22 +185,22 @@ class _Round:
 
         As often as the group's timeout passes, the store must answer.
         """
-        before, left, has_arrived = current_op.push(self._call), timeout, False
+        before, remaining, has_arrived = current_op.push(self._call), timeout, False
 
         def listen(store: dist.Store) -> str:
             if not has_arrived:
                 self.arrive(store, value, error)
             if wait_for(store, [self._key], patience):
                 return store.get(self._key).decode()
-            return "" if left > patience else self.publish(store, self._timed_out(store, timeout))
+            return "" if remaining > patience else self.publish(store, self._late(store, timeout))
 
         try:
             while True:
-                patience = min(left, self._client.timeout)
+                patience = min(remaining, self._client.timeout)
                 if text := self._client.request(listen, patience):
                     result: Result = json.loads(text)
                     return result
-                left, has_arrived = left - patience, True
+                remaining, has_arrived = remaining - patience, True
         finally:
             current_op.pop(before)
 
@@ -239,7 +239,7 @@ class _Round:
             raise mark_secondary(RuntimeError("\n".join([*(e.summary for e in errors), seen])))
         return result["value"]
 
-    def _timed_out(self, store: dist.Store, timeout: timedelta) -> Result:
+    def _late(self, store: dist.Store, timeout: timedelta) -> Result:
         """Return the result of a rank that has waited in vain."""
         entries = _entries(store, self._client.size)
         late = [rank for rank, entry in enumerate(entries) if entry["round"] < self._number]
@@ -262,8 +262,8 @@ class _Round:
             return {"value": self._decide([entry["value"] for entry in entries])}
         except Exception as error:  # noqa: BLE001  # raised on every rank
             kind, text = type(error).__name__, str(error)[:_MOST_TEXT]
-            is_known = kind in _RAISABLE
-            return {"raises": [kind, text] if is_known else ["RuntimeError", f"{kind}: {text}"]}
+            is_raisable = kind in _RAISABLE
+            return {"raises": [kind, text] if is_raisable else ["RuntimeError", f"{kind}: {text}"]}
 
 
 def _entries(store: dist.Store, size: int) -> list[dict[str, Any]]:

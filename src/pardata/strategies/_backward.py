@@ -38,9 +38,9 @@ Loss: TypeAlias = Tensor | Mapping[str, Tensor]  # or its terms by name
 LossFn: TypeAlias = Callable[[nn.Module, Any], Any]
 
 # The models that were found to be in order in a process that is alone: each is looked at once.
-_trained_alone = WeakSet[nn.Module]()
+_checked_models = WeakSet[nn.Module]()
 
-_LEFT_OUT: Any = None  # as in `backward(loss)`, which is told what to call
+_MISSING: Any = None  # as in `backward(loss)`, which is told what to call
 _NORMS = "_pardata_sync_batch_norms"  # set on the layer of a model that shows its strategy
 
 
@@ -68,8 +68,8 @@ def backward(
 
 def backward(
     model: nn.Module,
-    loss_fn: LossFn = _LEFT_OUT,
-    batch: Any = _LEFT_OUT,
+    loss_fn: LossFn = _MISSING,
+    batch: Any = _MISSING,
     *,
     count: Count | None = None,
     scaler: GradScaler | None = None,
@@ -154,19 +154,19 @@ def backward(
     True
     """
     # What is checked of a model that nobody else trains is checked in its first step.
-    seen = count is None and is_single_process() and callable(loss_fn) and model in _trained_alone
+    seen = count is None and is_single_process() and callable(loss_fn) and model in _checked_models
     if seen and (not isinstance(batch, Microbatches) or len(batch) == 1):
         return _single(model, loss_fn, batch, scaler)
     _check_arguments(model, loss_fn)
     step = _step_of(model, batch, scaler)
-    step.share = LossWeights.of(batch, count, step)
+    step.loss_weights = LossWeights.of(batch, count, step)
     with explain_comm_errors("backward", batch), step.synchronized():
-        for one in step.share.microbatches:
+        for one in step.loss_weights.microbatches:
             current_op.heartbeat()
             with step.microbatch(one), fork_torch_rng(microbatch_seed(batch, one.number)):
                 (_run if one.count else _run_placeholder)(step, model, loss_fn, one)
     if type(step) is Step and step.size == 1:
-        _trained_alone.add(model)
+        _checked_models.add(model)
     means = step.metrics.result()
     mark_drawn(batch)
     return means
@@ -238,10 +238,10 @@ def _check_batch_norms(step: Step, batch: Any) -> None:
     """Refuse microbatches if ranks normalise together, because that would be a few at a time."""
     if step.size == 1 or not isinstance(batch, Microbatches):
         return
-    known = vars(step.layer)  # a walk in each step would cost a small model a hundredth of it
-    if _NORMS not in known:
-        known[_NORMS] = bool(sync_batch_norms(step.module))
-    if known[_NORMS] and any(norm.training for norm in sync_batch_norms(step.module)):
+    flags = vars(step.layer)  # a walk in each step would cost a small model a hundredth of it
+    if _NORMS not in flags:
+        flags[_NORMS] = bool(sync_batch_norms(step.module))
+    if flags[_NORMS] and any(norm.training for norm in sync_batch_norms(step.module)):
         raise ValueError(
             "`batch` must be what a loader without `microbatch_size` yields for a model with "
             "SyncBatchNorm, which takes the statistics of the global batch, but is Microbatches, "
@@ -257,11 +257,11 @@ def _forward(
     keeps = not microbatch.count or len(microbatch.counts) > 1
     with check_forward(model, keeps=keeps) as outputs, step.running():
         returned = loss_fn(model, microbatch.data)
-    returned = sum_terms(returned, microbatch, step.share, outputs)
+    returned = sum_terms(returned, microbatch, step.loss_weights, outputs)
     loss = step.metrics.add(returned, microbatch.count, microbatch.data)
     step.check(loss)
-    step.share.global_total()  # raises on all ranks, before any of them sends
-    if microbatch is step.share.microbatches[-1]:
+    step.loss_weights.global_total()  # raises on all ranks, before any of them sends
+    if microbatch is step.loss_weights.microbatches[-1]:
         step.send()
     return loss, outputs
 
@@ -269,7 +269,7 @@ def _forward(
 def _run(step: Step, model: nn.Module, loss_fn: LossFn, microbatch: Microbatch) -> None:
     """Run forward and backward of a microbatch that counts."""
     loss = _forward(step, model, loss_fn, microbatch)[0]  # the outputs need not live any longer
-    step.backward(loss, microbatch.count / step.share.global_total())
+    step.backward(loss, microbatch.count / step.loss_weights.global_total())
 
 
 def _run_placeholder(

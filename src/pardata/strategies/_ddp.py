@@ -173,11 +173,11 @@ class DdpStep(DistributedStep):
 
     @contextmanager
     def synchronized(self) -> Iterator[None]:
-        if self.share.most > 1 and self.layer.static_graph:
+        if self.loss_weights.most > 1 and self.layer.static_graph:
             raise ValueError(
                 f"`static_graph` must be False if a rank has more than one microbatch, here "
-                f"{self.share.most}, because PyTorch cannot accumulate with it: leave it out of "
-                f"wrap_model"
+                f"{self.loss_weights.most}, because PyTorch cannot accumulate with it: leave it "
+                f"out of wrap_model"
             )
         shares_memory = self.layer.gradient_as_bucket_view
         aside = StashedGradients(parameters_of(self.module), shares_memory=shares_memory)
@@ -200,7 +200,7 @@ class DdpStep(DistributedStep):
         """Look whether all is reduced that is trained."""
         if self._is_transparent:
             self.layer._reduced.check(self.layer)
-        if vars(self.layer).pop("_expects_backward", False) and self.share.most > 1:
+        if vars(self.layer).pop("_expects_backward", False) and self.loss_weights.most > 1:
             # After a forward that no backward has followed, as of an evaluation without no_grad(),
             # PyTorch would reduce in the next backward, no_sync() or not, and not on every rank.
             reset_reducer(self.layer)
@@ -239,7 +239,7 @@ class DdpStep(DistributedStep):
         return self.layer._has_rebuilt_buckets
 
     def microbatch(self, microbatch: Microbatch) -> AbstractContextManager[None]:
-        last = microbatch is self.share.microbatches[-1]
+        last = microbatch is self.loss_weights.microbatches[-1]
         context: AbstractContextManager[None] = nullcontext() if last else self.layer.no_sync()
         return context
 

@@ -107,12 +107,12 @@ def reset_reducer(model: Any) -> None:
 def _renew_reducer(model: Any) -> None:
     """Give DDP a reducer with new buckets, as it gets one when it is unpickled."""
     reduced = getattr(model, "_reduced", None)  # PyTorch's own class has none
-    known = (reduced.parameters, reduced.sparse) if reduced else model._build_params_for_reducer()
-    frozen = [parameter for parameter in known[0] if not parameter.requires_grad]
+    built = (reduced.parameters, reduced.sparse) if reduced else model._build_params_for_reducer()
+    frozen = [parameter for parameter in built[0] if not parameter.requires_grad]
     for parameter in frozen:  # it takes only what is trainable
         parameter.requires_grad_(True)
-    names = model._build_debug_param_to_name_mapping(known[0])
-    model._ddp_init_helper(*known, names, model.static_graph)
+    names = model._build_debug_param_to_name_mapping(built[0])
+    model._ddp_init_helper(*built, names, model.static_graph)
     for parameter in frozen:
         parameter.requires_grad_(False)
     if model.static_graph:

@@ -94,7 +94,7 @@ def _zeros(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
 
 
 def sum_terms(
-    returned: Any, microbatch: Microbatch, share: LossWeights, outputs: list[Tensor]
+    returned: Any, microbatch: Microbatch, loss_weights: LossWeights, outputs: list[Tensor]
 ) -> Any:
     """Return what `loss_fn` returned, where `count` returns a dict with the sum of its terms.
 
@@ -104,10 +104,10 @@ def sum_terms(
     Args:
         returned: by `loss_fn`.
         microbatch: for which.
-        share: with the counts of the step.
+        loss_weights: with the counts of the step.
         outputs: the tensors that the model has returned.
     """
-    totals = {name: total for name, total in share.totals().items() if name}
+    totals = {name: total for name, total in loss_weights.totals().items() if name}
     if not totals:
         return returned
     has_metrics = type(returned) is tuple and len(returned) == 2
@@ -120,10 +120,10 @@ def sum_terms(
         )
     losses = {name: scalar_loss(terms[name]) for name in totals}
     if microbatch.count:
-        part, own = microbatch.count / share.global_total(), microbatch.counts
+        part, counts = microbatch.count / loss_weights.global_total(), microbatch.counts
         # 0 times NaN is NaN: a term that counts nothing is left out. In its place stand zeros of
         # what the model returns: DDP waits for the gradients of all that is trained.
-        counted = [losses[name] * (own[name] / totals[name] / part) for name in totals if own[name]]
+        counted = [losses[n] * (counts[n] / totals[n] / part) for n in totals if counts[n]]
         seen = outputs if len(counted) < len(totals) else []
         zeros = [(out.nan_to_num(0, 0, 0) * 0).sum() for out in seen if out.requires_grad]
         loss: Any = sum([*counted, *zeros])

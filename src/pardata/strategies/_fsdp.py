@@ -78,7 +78,7 @@ class FsdpStep(DistributedStep):
     @contextmanager
     def microbatch(self, microbatch: Microbatch) -> Iterator[None]:
         # Each microbatch's gradients are scattered: kept until the last, they would be whole.
-        self.layer.set_requires_all_reduce(microbatch is self.share.microbatches[-1])
+        self.layer.set_requires_all_reduce(microbatch is self.loss_weights.microbatches[-1])
         try:
             yield
         finally:
@@ -101,10 +101,10 @@ class FsdpStrategy(Strategy):
         size, replicas = settings.world.size, settings.options.get("replicate", 1)
         check_int("replicate", replicas, least=1)
         if size % replicas:
-            known = " or ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+            divisors = " or ".join(str(n) for n in range(1, size + 1) if size % n == 0)
             raise ValueError(
                 f"`replicate` must divide the number of ranks, {size}, but is {replicas}: pass "
-                f"{known}"
+                f"{divisors}"
             )
         if {"replicate", "mesh"} <= settings.options.keys():
             raise ValueError(
@@ -241,11 +241,11 @@ def _watch() -> None:
 def _look(one: Optimizer) -> None:
     if one in _checked:
         return
-    own = [parameter for group in one.param_groups for parameter in group["params"]]
-    if lost := sum(hasattr(parameter, _MARK) for parameter in own):
+    parameters = [parameter for group in one.param_groups for parameter in group["params"]]
+    if stale := sum(hasattr(parameter, _MARK) for parameter in parameters):
         raise RuntimeError(
-            f"the optimizer must have the parameters of the wrapped model, but {lost} of the "
-            f"{len(own)} in {type(one).__name__} are those that wrap_model has replaced, so "
+            f"the optimizer must have the parameters of the wrapped model, but {stale} of the "
+            f"{len(parameters)} in {type(one).__name__} are those that wrap_model has replaced, so "
             f"that its steps would train nothing: make the optimizer after wrap_model"
         )
     _checked.add(one)

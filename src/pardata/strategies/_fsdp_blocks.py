@@ -92,8 +92,8 @@ def _check_shared(module: nn.Module, found: list[nn.Module]) -> None:
     """Refuse a parameter that is in a block and outside: there would be two of it."""
     holders: dict[Tensor, dict[str, nn.Module]] = {}
     for name, one in module.named_modules():
-        for own, parameter in one.named_parameters(recurse=False):
-            holders.setdefault(parameter, {})[f"{name}.{own}".lstrip(".")] = one
+        for key, parameter in one.named_parameters(recurse=False):
+            holders.setdefault(parameter, {})[f"{name}.{key}".lstrip(".")] = one
     shared = {parameter: names for parameter, names in holders.items() if len(names) > 1}
     for block in found if shared else []:
         inside = set(block.modules())

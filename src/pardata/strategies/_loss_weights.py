@@ -143,17 +143,17 @@ class StepCounts:
         if checked is None:
             self._ask()
         table = self._table()
-        own = [math.fsum(column) for column in zip(*table, strict=True)] or [0.0] * len(self._names)
-        own.insert(0, sum(not float(number).is_integer() for row in table for number in row))
+        local = [math.fsum(c) for c in zip(*table, strict=True)] or [0.0] * len(self._names)
+        local.insert(0, sum(not float(number).is_integer() for row in table for number in row))
         # Without a `count` this is a model's first step: do all ranks have the same samples?
         if self._count is num_samples:
-            own += fingerprint_slots(_beginning(self._pairs[0][0], replicas), replicas.size)
+            local += fingerprint_slots(_beginning(self._pairs[0][0], replicas), replicas.size)
         if checked is not None:
-            return checked.start(own)
+            return checked.start(local)
         if replicas.size == 1:
-            return lambda: own
+            return lambda: local
         device = next(replicas.layer.parameters()).device
-        numbers = torch.tensor(own, dtype=widest_float_dtype(device)).to(device)
+        numbers = torch.tensor(local, dtype=widest_float_dtype(device)).to(device)
         sums = started(numbers, replicas.group)
         return lambda: sums().tolist()
 
@@ -176,9 +176,9 @@ def _beginning(batch: Any, replicas: Replicas) -> str:
     Else a text that no other rank has.
     """
     with suppress(Exception):  # tensors may be of any kind, and this is advice: no rank fails
-        known = delivered.get(batch)
+        record = delivered.get(batch)
         first_rows = [x[:8] for x in iter_tensors(batch) if x.ndim]
-        if first_rows and (known is None or known.size != replicas.size):
+        if first_rows and (record is None or record.size != replicas.size):
             return content_hash(first_rows)
     return f"of rank {dist.get_rank()}"
 
@@ -253,24 +253,24 @@ class LossWeights(NamedTuple):
         planned = [batch.counts[number] for number in batch.numbers]
         if count is None:
             counts = [*map(num_samples, held, planned)]
-            totals = _known(sum(counts if replicas.size == 1 else batch.counts))
-            own = list(map(Microbatch, held, counts, batch.numbers))
+            totals = _constant(sum(counts if replicas.size == 1 else batch.counts))
+            local = list(map(Microbatch, held, counts, batch.numbers))
         else:
             counted = StepCounts(count, held, planned, batch.placeholder)
             totals = counted.start(replicas, batch.numbers, len(batch.counts))
             both = zip(held, counted.rows, batch.numbers, strict=True)
-            own = [Microbatch(data, row[""], number, row) for data, row, number in both]
-        dropped_samples = count is None and [one.count for one in own] != planned
+            local = [Microbatch(data, row[""], number, row) for data, row, number in both]
+        dropped_samples = count is None and [one.count for one in local] != planned
         most = -(-len(batch.counts) // replicas.size)
         wanted = max(replicas.min_microbatches, most if replicas.equal_counts else 0)
-        if len(own) < wanted and batch.placeholder is None:
+        if len(local) < wanted and batch.placeholder is None:
             raise ValueError(
                 f"a rank must have a microbatch to run if the others run one, but {batch!r} "
                 f"has none: give it a placeholder, any microbatch of the step"
             )
         # First, so that what synchronises is a microbatch of this rank's own, if it has one.
-        placeholders = [Microbatch(batch.placeholder, 0) for _ in range(wanted - len(own))]
-        return cls(placeholders + own, most, totals, dropped_samples)
+        placeholders = [Microbatch(batch.placeholder, 0) for _ in range(wanted - len(local))]
+        return cls(placeholders + local, most, totals, dropped_samples)
 
     @classmethod
     def _of_one(cls, batch: Any, count: Count | None, replicas: Replicas) -> "LossWeights":
@@ -278,15 +278,15 @@ class LossWeights(NamedTuple):
         usual: float | None = vars(replicas.layer).get(_USUAL)
         if count is None and (replicas.size == 1 or usual is not None):
             # All ranks take the usual number for the sum, and correct the gradients afterwards.
-            own = num_samples(batch)
-            known = _known(own if usual is None or replicas.size == 1 else usual)
-            return cls([Microbatch(batch, own, 0)], 1, known)
+            samples = num_samples(batch)
+            totals = _constant(samples if usual is None or replicas.size == 1 else usual)
+            return cls([Microbatch(batch, samples, 0)], 1, totals)
         counted = StepCounts(count or num_samples, [batch], [None])
         totals = counted.start(replicas, range(1), 1)
         one = Microbatch(batch, counted.rows[0][""], 0, counted.rows[0])
         return cls([one], 1, totals)
 
 
-def _known(total: float) -> Callable[[], Counts]:
+def _constant(total: float) -> Callable[[], Counts]:
     positive(total)
     return lambda: {"": total}

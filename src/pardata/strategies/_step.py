@@ -89,8 +89,8 @@ def _unequal_counts_error(microbatches: int, size: int) -> RuntimeError:
 
 def metric_structures(layer: nn.Module) -> set[str]:
     """Return the structures of metrics that the steps of a model have had."""
-    known: set[str] = vars(layer).setdefault(_METRICS, set())
-    return known
+    structures: set[str] = vars(layer).setdefault(_METRICS, set())
+    return structures
 
 
 class Step(Replicas):
@@ -104,12 +104,12 @@ class Step(Replicas):
 
     Attributes:
         module: the module inside all layers.
-        share: what is run, as soon as that is known.
+        loss_weights: what is run, as soon as that is known.
         grads_are_averaged: whether who reduces the gradients takes their mean over the ranks.
         metrics: losses and metrics of its microbatches.
     """
 
-    share: LossWeights
+    loss_weights: LossWeights
     grads_are_averaged = True
 
     def __init__(self, model: nn.Module, layer: Any, scaler: GradScaler | None, batch: Any) -> None:
@@ -140,18 +140,18 @@ class Step(Replicas):
             RuntimeError: on every rank, if it has called torch.distributed in the model's first
                 step, and ranks run unequally many microbatches.
         """
-        known, is_even = vars(self.layer), True
+        flags, is_even = vars(self.layer), True
         if isinstance(self.batch, Microbatches):
             is_even = len(self.batch.counts) % self.size == 0
-        if not is_even and known.get(_COMMUNICATES):
+        if not is_even and flags.get(_COMMUNICATES):
             raise _unequal_counts_error(len(self.batch.counts), self.size)
         # Under FSDP a forward communicates by itself, and all ranks run equally many.
-        looks = self.size > 1 and SEEN not in known and not self.equal_counts
+        looks = self.size > 1 and SEEN not in flags and not self.equal_counts
         others, before = self._others(), sequence_number(self.group) if looks else 0
         with forbidden_in(self.batch):
             yield
         if looks and others == self._others() and sequence_number(self.group) != before:
-            known[_COMMUNICATES] = True
+            flags[_COMMUNICATES] = True
             if not is_even:
                 raise _unequal_counts_error(len(self.batch.counts), self.size)
 
@@ -172,9 +172,9 @@ class Step(Replicas):
         """
         if SEEN in vars(self.layer):
             return
-        own = {*self.layer.parameters(), *unsharded_parameters(self.layer)}
+        parameters = {*self.layer.parameters(), *unsharded_parameters(self.layer)}
         for leaf in leaves_of(loss):
-            if isinstance(leaf, nn.Parameter) and leaf not in own:
+            if isinstance(leaf, nn.Parameter) and leaf not in parameters:
                 raise RuntimeError(
                     f"the loss must train only the model that `backward` gets, but it also trains "
                     f"a parameter of shape {tuple(leaf.shape)} outside of it, whose gradient no "
@@ -223,7 +223,7 @@ class DistributedStep(Step):
             self.metrics.raise_refused()
             return
         self.metrics.receive(self._sums(), self.size, self.group)
-        factor = self.share.global_total() / self.metrics.total
+        factor = self.loss_weights.global_total() / self.metrics.total
         if isinstance(factor, Tensor):
             factor = factor.nan_to_num(posinf=0.0)  # where nothing was counted, gradients are 0
         elif math.isclose(factor, 1, rel_tol=1e-12):  # sums of fractions may differ in a last bit

@@ -74,7 +74,7 @@ class StepMetrics:
     """The losses and metrics of this rank's microbatches, and their means over those of all ranks.
 
     Args:
-        known: the structures that metrics may have: those of earlier steps of the model.
+        structures: the structures that metrics may have: those of earlier steps of the model.
 
     Attributes:
         step: which step this is, where a loader or the user has said so: the same on all ranks.
@@ -90,8 +90,8 @@ class StepMetrics:
     _error: Exception | None = None
     _means: list[Tensor] | None = None  # those of the loss, and of the leaves of metrics
 
-    def __init__(self, known: set[str]) -> None:
-        self._known = known
+    def __init__(self, structures: set[str]) -> None:
+        self._structures = structures
         self._seen: list[tuple[list[Leaf], float]] = []
         self._weighted = 1  # leaves in front that count as the loss; totals and counts follow
         self.count: float = 0
@@ -115,13 +115,13 @@ class StepMetrics:
         try:
             plain, means = _numbers_of(metrics)
             text = _structure(plain, means)
-            if text not in self._known:
+            if text not in self._structures:
                 _check_means(plain, microbatch)
         except TypeError as error:
             return self._refuse(error)
         if self._text not in (None, text):
             return self._refuse(ValueError(_UNLIKE))
-        self._known.add(text)
+        self._structures.add(text)
         self._text, self._metrics, self._paths = text, metrics, (*plain, *means)
         self._weighted = 1 + len(plain)
         leaves = [*plain.values(), *(part for m in means.values() for part in (m.total, m.count))]
@@ -186,9 +186,9 @@ class StepMetrics:
         """Return the mean loss, and the means of the metrics, if there are any."""
         if self._means is None and len(self._seen) > 1:  # nobody else runs any
             self.set_means(self.sums(), self.count)
-        own, *leaves = self._first()
+        local_loss, *leaves = self._first()
         loss, *metrics = self._means or self._first()
-        loss = upcast(own) if loss is own else loss.to(upcast(own))
+        loss = upcast(local_loss) if loss is local_loss else loss.to(upcast(local_loss))
         if not self._text:
             return loss
         first = self._weighted - 1

@@ -63,7 +63,7 @@ def fingerprint(model: nn.Module) -> str:
     'e3b0c442'
     """
     with explain_comm_errors("fingerprint"):
-        return sha256_of((f"{name} {whole.dtype}", whole) for name, whole in named_tensors(model))
+        return sha256_of((f"{name} {full.dtype}", full) for name, full in named_tensors(model))
 
 
 def check_in_sync(model: nn.Module) -> None:
@@ -87,9 +87,9 @@ def check_in_sync(model: nn.Module) -> None:
         module = unwrap(model)
         state = {**module.state_dict(), **dict(module.named_buffers())}  # with non-persistent ones
         return {
-            name: (part, sha256_of([(f"{own.dtype} {tuple(own.shape)}", own)])[:16])
+            name: (part, sha256_of([(f"{tensor.dtype} {tuple(tensor.shape)}", tensor)])[:16])
             for name, value in (state.items() if world.size > 1 else ())
-            for part, own in _copies(value)
+            for part, tensor in _copies(value)
         }
 
     require_equal(store_client(), "check_in_sync", digests, _compare)

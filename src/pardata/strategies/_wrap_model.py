@@ -150,11 +150,11 @@ def _check(model: nn.Module, chosen: Strategy, settings: WrapOptions) -> None:
             f"({type(model).__name__}): {cure}"
         )
     options = inspect.signature(chosen.options_of()).parameters.keys()
-    known = {*options, *chosen.extra_options} - {"module"}
-    for name in sorted(settings.options.keys() - known):
+    allowed = {*options, *chosen.extra_options} - {"module"}
+    for name in sorted(settings.options.keys() - allowed):
         raise TypeError(
             f"`options` must be ones of strategy {chosen.name!r}, but {name!r} is not; there are "
-            f"{', '.join(sorted(known))}"
+            f"{', '.join(sorted(allowed))}"
         )
     check_bool("sync_batchnorm", settings.sync_batchnorm)
     if chosen.is_collective and not any(p.requires_grad for p in model.parameters()):

@@ -82,5 +82,5 @@ def _recorded(train: Any, args: Any) -> list[dict[str, Any]]:
 def _copied(trained: Any) -> dict[str, Any]:
     """Return copies of what was yielded: the next step changes it."""
     named = dict(named_tensors(trained)) if isinstance(trained, nn.Module) else trained
-    whole = {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in named.items()}
-    return {k: v.detach().cpu().clone() if isinstance(v, Tensor) else v for k, v in whole.items()}
+    full = {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in named.items()}
+    return {k: v.detach().cpu().clone() if isinstance(v, Tensor) else v for k, v in full.items()}

@@ -92,10 +92,10 @@ def _environment(added: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a rank: those of this process, without its launcher's, and more."""
     # A test that inherits the launcher of its runner would join as somebody else's rank. The
     # server's environment is that of its start; a test may have changed its own since.
-    left_out = {*_JOINED, *(name for launcher in LAUNCHERS for name in launcher.variables)}
+    excluded = {*_JOINED, *(name for launcher in LAUNCHERS for name in launcher.variables)}
     prefixes = tuple(family for launcher in LAUNCHERS for family in launcher.prefixes)
-    own = ((n, text) for n, text in os.environ.items() if not n.startswith(prefixes))
-    return {**{n: text for n, text in own if n not in left_out}, **added}
+    inherited = ((n, text) for n, text in os.environ.items() if not n.startswith(prefixes))
+    return {**{n: text for n, text in inherited if n not in excluded}, **added}
 
 
 class _Job(NamedTuple):
@@ -110,14 +110,14 @@ class _Job(NamedTuple):
 
 def _start(rank: int, settings: _Job, job: bytes) -> tuple[Any, Connection]:
     """Return the process of a rank, and where it sends a `RemoteError`, or its pickled result."""
-    pipe, there = multiprocessing.Pipe(duplex=False)
+    pipe, sender = multiprocessing.Pipe(duplex=False)
     # A server process that has imported torch forks a rank in milliseconds; a fresh interpreter
     # takes seconds. It is a child of this process and ends with it.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
-    process = context.Process(target=_work, args=(rank, settings, job, there))
+    process = context.Process(target=_work, args=(rank, settings, job, sender))
     process.start()
-    there.close()
+    sender.close()
     return process, pipe
 
 

@@ -25,7 +25,7 @@ class Bucket:
 
     Attributes:
         missing: those that have got no gradient from the backward that runs.
-        is_taken: whether the gradients of that were added.
+        is_added: whether the gradients of that were added.
         used: which of the parameters had a gradient in this step.
         sum: of what was sent.
     """
@@ -57,14 +57,14 @@ class Bucket:
     def begin(self) -> None:
         """Forget the microbatch before."""
         self.missing = set(self.parameters)
-        self.is_taken = False
+        self.is_added = False
 
     def take(self, number: int, *, counts: bool) -> None:
         """Add the gradients that the parameters have, as those of a microbatch."""
         gradients = [p.grad for p in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
-        self.is_taken = True
+        self.is_added = True
         leaf: _Gradients | None = None
         if counts and any(g is not None for g in gradients):
             leaf = [None if g is None else self._real(g) for g in gradients]

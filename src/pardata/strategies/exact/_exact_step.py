@@ -77,7 +77,7 @@ class ExactStep(Step):
             try:
                 try:
                     # Here: a rank that fails later has taken part, where fractions are added.
-                    self.share.totals()
+                    self.loss_weights.totals()
                     yield
                 except Exception as error:  # noqa: BLE001  # raised below: the others wait for it
                     failed = error
@@ -89,7 +89,7 @@ class ExactStep(Step):
 
     def _begin(self) -> None:
         """Make what is added to."""
-        if self.share.dropped_samples:
+        if self.loss_weights.dropped_samples:
             self._refusal = self._refusal or ValueError(
                 "a microbatch must have the samples that were read for it under strategy 'exact', "
                 "whose weights are planned, but `collate_fn` has left some out: pass `count`, to "
@@ -97,7 +97,7 @@ class ExactStep(Step):
             )
         module = self._sums.module
         self._sums.train({n: p for n, p in module.named_parameters() if p.requires_grad})
-        counting = (one.number for one in self.share.microbatches if one.count)
+        counting = (one.number for one in self.loss_weights.microbatches if one.count)
         self._first = min(counting, default=_NONE)
         self._exchange = TreeLayout(len(self.batch.counts))
         self._means = BufferMeans(module, self._exchange, self._first)
@@ -129,7 +129,7 @@ class ExactStep(Step):
         """Seed Python's and NumPy's generators as well as PyTorch's: they show in the last bit."""
         if self._refusal is not None:
             raise self._refusal
-        self._sums.begin(microbatch, last=microbatch is self.share.microbatches[-1])
+        self._sums.begin(microbatch, last=microbatch is self.loss_weights.microbatches[-1])
         seed_generators(microbatch_seed(self.batch, microbatch.number), default_generators()[:-1])
         yield
         self._sums.end()
@@ -147,15 +147,15 @@ class ExactStep(Step):
             self._sums.send_rest(payload.sent())
             flags, sums = payload.received(self._sums.finish())
         else:
-            flags, sums = self._sent_apart(rows, flags)
+            flags, sums = self._send_separately(rows, flags)
         any_failed, *used = flags
         if any_failed:
             raise failed or _failed_elsewhere()
-        total = self.share.global_total()
+        total = self.loss_weights.global_total()
         self.metrics.set_means(self._means.apply(sums, total), total)
         self._sums.set_gradients(used)
 
-    def _sent_apart(self, rows: Tensor, flags: list[bool]) -> tuple[list[bool], Tensor]:
+    def _send_separately(self, rows: Tensor, flags: list[bool]) -> tuple[list[bool], Tensor]:
         """Return flags and sums of all ranks that do not travel with the gradients. Collective."""
         self._sums.send_rest()
         group, device = cpu_group_and_device(world())

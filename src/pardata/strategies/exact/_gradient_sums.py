@@ -60,8 +60,8 @@ class GradientSums:
         layouts: list[tuple[object, ...]] = [
             (p.dtype, p.shape, p.stride()) for p in parameters.values()
         ]
-        are_known = [*map(id, parameters.values())] == [*map(id, self.parameters.values())]
-        if are_known and layouts == self._layouts:
+        are_same = [*map(id, parameters.values())] == [*map(id, self.parameters.values())]
+        if are_same and layouts == self._layouts:
             return
         self.parameters, self._layouts = parameters, layouts
         self.digest = zlib.crc32(repr([*parameters, *layouts]).encode())
@@ -116,7 +116,7 @@ class GradientSums:
     def end(self) -> None:
         """End a microbatch: add what is left of it."""
         for bucket in self._buckets:
-            if not bucket.is_taken and self._number >= 0:
+            if not bucket.is_added and self._number >= 0:
                 bucket.take(self._number, counts=self._counts)
         for parameter in self.parameters.values():
             parameter.grad = None  # what it came from does not count
@@ -126,7 +126,7 @@ class GradientSums:
     def _send(self) -> None:
         """Send what is complete. Collective, as is what follows."""
         # In the same order on every rank, whichever is complete first.
-        while self._sent < self._early and self._buckets[self._sent].is_taken and self._may_send():
+        while self._sent < self._early and self._buckets[self._sent].is_added and self._may_send():
             self._send_next()
 
     def _send_next(self, payload: Tensor | None = None) -> None:

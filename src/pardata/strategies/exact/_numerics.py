@@ -98,8 +98,8 @@ def _results(dtype: torch.dtype, device: torch.device) -> Iterator[Tensor]:
     """Yield what kernels of many kinds compute, of sizes that fit their vectors and that do not."""
 
     def numbers(*shape: int) -> Tensor:
-        whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float64, device="cpu")
-        return (whole * 7919 % 1009 / 1009 - 0.5).to(dtype).view(shape).to(device)
+        integers = torch.arange(torch.Size(shape).numel(), dtype=torch.float64, device="cpu")
+        return (integers * 7919 % 1009 / 1009 - 0.5).to(dtype).view(shape).to(device)
 
     rows = numbers(33, 259)
     yield numbers(64, 256) @ numbers(256, 64)

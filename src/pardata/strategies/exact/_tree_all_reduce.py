@@ -125,8 +125,8 @@ class TreeLayout:
     def total(self, sums: Iterable[Tensor]) -> Tensor:
         """Return what the tree makes of the sums of the subtrees of all ranks, in rank order."""
         stack = TreeStack[Tensor](self.count, Tensor.add_)
-        for span, own in zip(self.spans, sums, strict=True):
-            stack.push(span, own)
+        for span, value in zip(self.spans, sums, strict=True):
+            stack.push(span, value)
         return stack.total()
 
 

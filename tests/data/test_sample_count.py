@@ -159,19 +159,19 @@ def test_some_columns_of_a_delivered_batch_count_as_all_of_it():
 
 
 def test_nothing_is_kept_alive_and_what_is_gone_is_forgotten():
-    before = len(delivered._known)
+    before = len(delivered._batches)
     batches = [make() for make in DELIVERED.values()]
     for batch in batches:
         delivered.add(batch, ReadRecord(5, 1))
-    assert len(delivered._known) >= before + len(batches)
+    assert len(delivered._batches) >= before + len(batches)
     tensors = [weakref.ref(batches[0]), weakref.ref(batches[1][0])]
     del batch, batches
     gc.collect()
     assert [tensor() for tensor in tensors] == [None, None]
-    assert len(delivered._known) == before
+    assert len(delivered._batches) == before
     delivered.add(["a text", 3], ReadRecord(2, 1))
     assert delivered.get(["a text", 3]) is None
-    assert len(delivered._known) == before
+    assert len(delivered._batches) == before
 
 
 class Doubling(nn.Module):

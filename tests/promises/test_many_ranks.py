@@ -80,7 +80,9 @@ def test_thousands_of_ranks_share_each_sample_of_a_step_once(samples, microbatch
         Plan(LENGTH, samples, False, microbatch_size, rank, RANKS).local_ranges(samples)
         for rank in range(RANKS)
     ]
-    shares = [(step.rows, runs) for step, runs in shares if step.rows]  # the others: a stand-in
+    shares = [
+        (step.local_samples, runs) for step, runs in shares if step.local_samples
+    ]  # the others: a stand-in
     runs = [run for _, runs in shares for run in runs]
     assert [place for run in runs for place in run] == list(range(samples))
     pieces = [len(runs) if microbatch_size else rows for rows, runs in shares]
@@ -91,4 +93,4 @@ def test_the_last_step_of_a_billion_samples_is_asked_for_directly():
     plan = Plan(LENGTH, 3 * RANKS, False, 3, RANKS - 1, RANKS)
     last = plan[len(plan) - 1]
     assert last[-1] == LENGTH - 1
-    assert plan.local_ranges(len(last))[0].rows <= 3
+    assert plan.local_ranges(len(last))[0].local_samples <= 3

@@ -190,7 +190,7 @@ def _looked_at(world: World, path: Path, step: int) -> LoadedCheckpoint | str:
             return str(error)
         return ""
 
-    def judge(reasons: list[str | None]) -> str:
+    def decide(reasons: list[str | None]) -> str:
         unseeing = [rank for rank, why in enumerate(reasons) if why is None]
         if unseeing and len(unseeing) < len(reasons):
             raise RuntimeError(
@@ -199,7 +199,7 @@ def _looked_at(world: World, path: Path, step: int) -> LoadedCheckpoint | str:
             )
         return "it is gone" if unseeing else next(filter(None, reasons), "")
 
-    return exchange(store_client(), "Checkpointer (verifying)", look, judge, _PATIENCE) or read[0]
+    return exchange(store_client(), "Checkpointer (verifying)", look, decide, _PATIENCE) or read[0]
 
 
 def _read(path: Path, manifest: dict[str, Any], world: World) -> LoadedCheckpoint:

@@ -63,21 +63,21 @@ class IterableFetcher(IterableDataset[FetchedStep]):
 
     def _steps(self, epoch: int, delivered: int) -> Iterator[FetchedStep]:
         """Yield the steps after those delivered; of a sharded dataset those of this worker."""
-        plan, rows = self.plan, self.plan.batch_size
+        plan, local_samples = self.plan, self.plan.batch_size
         worker, workers, reader = 0, 1, tuple[int, ...]()
         if self.is_sharded:
             info = get_worker_info()
             worker, workers = (info.id, info.num_workers) if info else (0, 1)
-            rows = len(local_range(plan.batch_size, plan.rank, plan.size))
+            local_samples = len(local_range(plan.batch_size, plan.rank, plan.size))
             # A worker of its own seed, as the dataset is to yield other samples in each.
             reader = plan.rank, worker
-        if delivered % rows:  # an incomplete batch is the last one
+        if delivered % local_samples:  # an incomplete batch is the last one
             return
-        samples, digest = self._seeded(epoch, rows, *reader, first=delivered), ""
-        for number in count(delivered // rows + worker, workers):
+        samples, digest = self._seeded(epoch, local_samples, *reader, first=delivered), ""
+        for number in count(delivered // local_samples + worker, workers):
             with fork_rng():
-                read = list(islice(samples, rows))
-            if not read or (len(read) < rows and plan.drop_last):
+                read = list(islice(samples, local_samples))
+            if not read or (len(read) < local_samples and plan.drop_last):
                 return
             digest = digest or self._beginning(read)
             if self.is_sharded:
@@ -216,7 +216,7 @@ class LockstepSource(StepSource):
             if last is None and coming.fetched:
                 self._compare(coming.fetched, before)
             # It has the shape of this rank's last step, without rows. All have a first step.
-            last = coming.fetched or last._replace(step=last.step._replace(rows=0))
+            last = coming.fetched or last._replace(step=last.step._replace(local_samples=0))
             coming = _NextStep(steps)
             yield last
 

@@ -210,7 +210,7 @@ class Loader:
                 clock.samples += step.samples
                 bookmark.delivered(begun, step.samples, self._source.digest, state)
                 if self._plan.microbatch_size is None:  # else the batch says it itself
-                    delivered.add(batch, ReadRecord(step.rows, self._plan.size))
+                    delivered.add(batch, ReadRecord(step.local_samples, self._plan.size))
                 yield batch
                 del batch  # its memory may serve for the next one, and is still in the cache
             bookmark.finished(begun)
@@ -233,7 +233,7 @@ class Loader:
             facts: dict[str, Any] = {"epoch": step.epoch, "step": step.number, "first": step.first}
             facts |= {"counts": self._plan.microbatch_sizes(step.samples)}
             facts |= {"seed": self._schema.facts["seed"], "size": self._plan.size}
-            read = batches if step.rows else ()
+            read = batches if step.local_samples else ()
             with_missing = zip(read, fetched.missing, strict=False)
             for number, (part, missing) in enumerate(with_missing, step.first):
                 if missing:
@@ -241,13 +241,13 @@ class Loader:
                     delivered.add(part, ReadRecord(kept, self._plan.size))
             return step, fetched.state, Microbatches(read, **facts, placeholder=batches[0])
         (batch,), missing = batches, sum(fetched.missing)
-        if step.rows == 0 or step.samples < self._plan.size:
+        if step.local_samples == 0 or step.samples < self._plan.size:
             # On every rank, so that a batch that cannot be emptied is an error on all of them.
             collate_fn = self._source.reader.collation.collate_fn
             empty = empty_batch(batch, lists_are_columns=collate_fn is None)
-            batch = batch if step.rows else empty
+            batch = batch if step.local_samples else empty
         if missing:
-            step = step._replace(rows=max(0, step.rows - missing))
+            step = step._replace(local_samples=max(0, step.local_samples - missing))
         return step, fetched.state, batch
 
     def _speak_of_waiting(self, clock: WaitTimer) -> None:

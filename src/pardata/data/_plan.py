@@ -26,7 +26,7 @@ class StepInfo(NamedTuple):
     epoch: int
     number: int  # within the epoch
     first: int  # the number, within the step, of this rank's first microbatch, else 0
-    rows: int  # samples of this rank; if it has none, it reads a placeholder
+    local_samples: int  # samples of this rank; if it has none, it reads a placeholder
     samples: int  # samples of the whole step, over all ranks
 
 
@@ -98,9 +98,9 @@ class Plan:
             numbers = local_range(-(-samples // size), self.rank, self.size)
             first = numbers.start
             runs = [range(samples)[n * size : (n + 1) * size] for n in numbers]
-        rows = sum(map(len, runs))
-        runs = runs if rows else [range(samples)[: self.microbatch_size or 1]]
-        return StepInfo(epoch, number, first, rows, samples), runs
+        local_samples = sum(map(len, runs))
+        runs = runs if local_samples else [range(samples)[: self.microbatch_size or 1]]
+        return StepInfo(epoch, number, first, local_samples, samples), runs
 
     def microbatch_sizes(self, samples: int) -> tuple[int, ...]:
         """Return how many samples each microbatch of a step of so many has, over all ranks."""

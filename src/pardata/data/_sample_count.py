@@ -146,7 +146,7 @@ def _shown(batch: Any) -> int | None:
     if isinstance(batch, PackedSequence):
         return None  # its rows are elements of all its samples
     if isinstance(batch, Tensor) or not isinstance(batch, Mapping | list | tuple):
-        return _agreed(batch)  # a graph has a tensor of nodes and one of edges
+        return _common_rows(batch)  # a graph has a tensor of nodes and one of edges
     parts = [*batch.values()] if isinstance(batch, Mapping) else batch
     columns = [part for part in parts if is_text(part) or (isinstance(part, Tensor) and part.ndim)]
     if columns:
@@ -155,10 +155,10 @@ def _shown(batch: Any) -> int | None:
         return len(columns[0]) if is_clear or len({*map(len, columns)}) == 1 else None
     # A list may be all of one field, or a sample: nobody can tell.
     is_clear = _are_alike(parts) and not all(map(is_list, parts))
-    return len(parts) if is_clear and _agreed(parts) in (None, len(parts)) else None
+    return len(parts) if is_clear and _common_rows(parts) in (None, len(parts)) else None
 
 
-def _agreed(part: Any) -> int | None:
+def _common_rows(part: Any) -> int | None:
     """Return the rows of all tensors in `part`, if those are equally many."""
     rows = {len(tensor) for tensor in iter_tensors(part) if tensor.ndim}
     return rows.pop() if len(rows) == 1 else None

@@ -154,7 +154,7 @@ class StepCounts:
             return lambda: local
         device = next(replicas.layer.parameters()).device
         numbers = torch.tensor(local, dtype=widest_float_dtype(device)).to(device)
-        sums = started(numbers, replicas.group)
+        sums = start_all_reduce(numbers, replicas.group)
         return lambda: sums().tolist()
 
     def _table(self) -> list[list[float]]:
@@ -183,7 +183,7 @@ def _beginning(batch: Any, replicas: Replicas) -> str:
     return f"of rank {dist.get_rank()}"
 
 
-def started(numbers: Tensor, group: Any) -> Callable[[], Tensor]:
+def start_all_reduce(numbers: Tensor, group: Any) -> Callable[[], Tensor]:
     """Begin to add up numbers over ranks, and return what waits for the sums, unless on a GPU."""
     work: Any = dist.all_reduce(numbers, group=group, async_op=True)
 

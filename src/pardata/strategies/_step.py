@@ -21,7 +21,7 @@ from pardata.model._unwrap import wrapper_chain
 from pardata.rng._seeds import mix, run_seed
 from pardata.store._current_op import forbidding_calls
 from pardata.strategies._forward import leaves_of
-from pardata.strategies._loss_weights import LossWeights, Microbatch, Replicas, started
+from pardata.strategies._loss_weights import LossWeights, Microbatch, Replicas, start_all_reduce
 from pardata.strategies._step_metrics import StepMetrics
 
 _NOTHING = nullcontext()
@@ -212,7 +212,7 @@ class DistributedStep(Step):
         They are sent after the backward. A step may fail on all ranks, in another microbatch on
         each: none of them has then begun a collective that the others have not.
         """
-        return started(self.metrics.message(self.size, self.layer), self.group)()
+        return start_all_reduce(self.metrics.message(self.size, self.layer), self.group)()
 
     def _take_means(self) -> None:
         """Take the means, and correct the gradients where more or less was counted than expected.

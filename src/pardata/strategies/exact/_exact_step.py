@@ -16,7 +16,7 @@ from pardata.model._torch_internals import parameters_of
 from pardata.rng._rng_state import ForkedRng, default_generators, seed_generators
 from pardata.rng._seeds import mix, run_seed
 from pardata.store._remote_error import mark_secondary
-from pardata.strategies._loss_weights import Microbatch, started
+from pardata.strategies._loss_weights import Microbatch, start_all_reduce
 from pardata.strategies._step import Step, active_step, microbatch_seed
 from pardata.strategies.exact._buffer_means import BufferMeans
 from pardata.strategies.exact._numerics import numerics_error
@@ -161,7 +161,7 @@ class ExactStep(Step):
         group, device = cpu_group_and_device(world())
         of_any = torch.tensor(flags, dtype=torch.int32, device=device)
         sums = TreeAllReduce(self._exchange, rows)
-        wait = started(of_any, group) if self.size > 1 else lambda: of_any
+        wait = start_all_reduce(of_any, group) if self.size > 1 else lambda: of_any
         self._sums.finish()
         sums.add()
         return (wait() > 0).tolist(), sums.result()

@@ -1,6 +1,7 @@
-"""Nested dicts, lists and tuples: their leaves, with the paths, trees of others, and a digest.
+"""Flatten, map and hash nested dicts, lists and tuples.
 
-The one walker for batches, samples, states and metrics.
+A leaf is anything else: a tensor, a number, an object. Batches, samples, states and metrics are
+such trees.
 """
 
 import hashlib
@@ -17,21 +18,22 @@ KeyPath: TypeAlias = tuple[Any, ...]
 
 _Test: TypeAlias = Callable[[Any], bool] | None
 
-_LEAVES = {Tensor, torch.nn.Parameter, int, float, str, bytes, bool, type(None)}  # most of all
+# The types of most leaves.
+_LEAVES = {Tensor, torch.nn.Parameter, int, float, str, bytes, bool, type(None)}
 
 
 def is_custom_container(part: object) -> bool:
-    """Whether a container is more than its items: no dict, and no list or tuple but a plain one."""
+    """Whether this is a mapping that is no dict, or a subclass of list or tuple."""
     if isinstance(part, list | tuple):
         return type(part) not in (list, tuple)
     return isinstance(part, Mapping) and not isinstance(part, dict)
 
 
 def _parts(tree: Any, is_leaf: _Test, *, by_text: bool) -> Iterable[tuple[Any, Any]] | None:
-    """Return what a container holds, with key or index, and `None` for a leaf."""
+    """Return the items of a container with their keys or indices, and `None` for a leaf."""
     if type(tree) in _LEAVES or (is_leaf is not None and is_leaf(tree)):
         return None
-    if isinstance(tree, (list, tuple)):  # before mappings, which are an abstract class
+    if isinstance(tree, (list, tuple)):  # before `Mapping`, an abstract class, which takes longer
         return enumerate(tree)
     if not isinstance(tree, (dict, Mapping)):  # a dict is found at once
         return None
@@ -46,10 +48,10 @@ def leaves_with_path(
 
     Args:
         tree: dicts and other mappings, lists and tuples; anything else is a leaf.
-        is_leaf: takes a part for a leaf that would be looked into.
-        by_text: go through a mapping in the order of its keys' texts, which is the same on all
-            ranks, however it was filled.
-        path: stands before all paths.
+        is_leaf: returns True for a container that counts as a leaf.
+        by_text: sort the keys of a mapping by their texts, so that the order is the same on all
+            ranks.
+        path: a prefix of all paths.
 
     >>> leaves_with_path({"loss": [1, 2]})
     [(('loss', 0), 1), (('loss', 1), 2)]
@@ -59,7 +61,7 @@ def leaves_with_path(
         return [(path, tree)]
     pairs: list[tuple[KeyPath, Any]] = []
     for key, part in parts:
-        if type(part) in _LEAVES:  # most are: to go into each takes as long again
+        if type(part) in _LEAVES:  # most are; a call for each takes as long again
             pairs.append(((*path, key), part))
         else:
             pairs += leaves_with_path(part, is_leaf=is_leaf, by_text=by_text, path=(*path, key))
@@ -69,10 +71,10 @@ def leaves_with_path(
 def map_with_path(
     tree: Any, change: Callable[[KeyPath, Any], Any], *, is_leaf: _Test = None, path: KeyPath = ()
 ) -> Any:
-    """Return a tree like `tree`, of leaves that `change` makes of the path and leaf it is given.
+    """Return a tree like `tree` with the leaves that `change(path, leaf)` returns.
 
-    `tree` is not changed. A subclass of ``dict`` or ``UserDict`` keeps its type and what else it
-    carries: a ``defaultdict`` its factory, a state dict its metadata. Other mappings become plain
+    `tree` is not changed. A subclass of ``dict`` or ``UserDict`` keeps its type and its attributes:
+    the factory of a ``defaultdict``, the metadata of a state dict. Other mappings become plain
     dicts: a copy of one may share its items. Lists and tuples, named ones included, keep their
     type.
 
@@ -101,7 +103,7 @@ def keystr(name: str, path: KeyPath) -> str:
 
 
 def _like(tree: Any, items: dict[Any, Any]) -> Any:
-    """Return a container as `tree` that holds `items`, by key or index."""
+    """Return a container of the type of `tree` with `items`, by key or index."""
     if not isinstance(tree, (list, tuple)):
         if type(tree) is dict or not isinstance(tree, (dict, UserDict)):
             return items
@@ -118,16 +120,16 @@ def _like(tree: Any, items: dict[Any, Any]) -> Any:
 
 
 def content_hash(tree: Any) -> str:
-    """Return a short text for the tensors, arrays, images, numbers and texts in a tree.
+    """Return a short hash of the tensors, arrays, images, numbers and texts in a tree.
 
-    Nothing is known of what else is in it but its type.
+    Of any other leaf it hashes only the type.
     """
     pairs = leaves_with_path(tree, by_text=True)
     return sha256_of((f"{path} {_form(leaf)}", leaf) for path, leaf in pairs)[:16]
 
 
 def sha256_of(named: Iterable[tuple[str, Any]]) -> str:
-    """Return a SHA-256 of the bits of leaves, each with a text before it."""
+    """Return the SHA-256 of pairs of a text and the bits of a leaf."""
     digest = hashlib.sha256()
     for text, leaf in named:
         digest.update(text.encode())

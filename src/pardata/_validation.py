@@ -1,4 +1,4 @@
-"""Checks of what many functions take: a module, a dataset, a flag, a number."""
+"""Check and convert arguments of public functions."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 
 
 def type_with_article(value: object) -> str:
-    """Return what a value is, for messages: "an int", or for a class "the class int"."""
+    """Return the type of a value with an article, as "an int", or "the class int" for a class."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     name = type(value).__name__
@@ -20,15 +20,15 @@ def type_with_article(value: object) -> str:
 
 
 def check_module(model: object) -> None:
-    """Refuse what is no module."""
+    """Raise a `TypeError` unless `model` is a module."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be a torch.nn.Module, but is {type_with_article(model)}")
 
 
 def check_map_style(dataset: object, otherwise: str) -> None:
-    """Refuse what has no samples with numbers, and a class where an object of it is meant.
+    """Raise a `TypeError` for a dataset without indices, and for a class in place of an object.
 
-    `otherwise` follows what it must have in the message.
+    `otherwise` follows the requirement in the message.
     """
     has_both = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     is_stream = isinstance(dataset, IterableDataset)  # it inherits `__getitem__`
@@ -40,13 +40,13 @@ def check_map_style(dataset: object, otherwise: str) -> None:
 
 
 def check_bool(name: str, value: object) -> None:
-    """Refuse what is no bool: the text "False", of a command line say, would count as True."""
+    """Raise a `TypeError` unless `value` is a bool: the text "False" would count as True."""
     if not isinstance(value, bool):
         raise TypeError(f"`{name}` must be True or False, but is {value!r}")
 
 
 def check_text(name: str, value: object) -> None:
-    """Refuse what is no text."""
+    """Raise a `TypeError` unless `value` is a text."""
     if not isinstance(value, str):
         raise TypeError(f"`{name}` must be a text, but is {type_with_article(value)} ({value!r})")
 
@@ -58,9 +58,9 @@ def plain_number(value: Any) -> Any:
 
 
 def check_int(name: str, value: object, *, least: int | None = None, why: str = "") -> int:
-    """Return `value` as an int; refuse what is no integer, as a bool or a float, or below `least`.
+    """Return `value` as an int; raise if it is no integer, as a bool or a float, or below `least`.
 
-    `why` follows the bound in the message, to say where it comes from.
+    `why` follows the bound in the message, as its reason.
     """
     at_least = "" if least is None else f" of at least {least}{why}"
     cure = "a whole number" if least is None else f"a whole number from {least} up"
@@ -73,13 +73,13 @@ def check_int(name: str, value: object, *, least: int | None = None, why: str = 
 
 
 def to_timedelta(timeout: Any, name: str = "timeout", *, or_none: bool = False) -> timedelta:
-    """Return how long to wait: what is given in seconds, or as a `timedelta`; `or_none`: 0."""
+    """Return a timeout in seconds, or a `timedelta`, as a `timedelta`; `or_none` allows 0."""
     seconds = plain_number(timeout.total_seconds() if isinstance(timeout, timedelta) else timeout)
     if isinstance(seconds, bool) or not isinstance(seconds, int | float):
         raise TypeError(
             f"`{name}` must be seconds or a datetime.timedelta, but is {timeout!r}: pass 300, say"
         )
-    # torch's stores take 0 for no end, and no more than some three years.
+    # torch's stores wait forever for 0, and take at most about three years.
     if not 0 < seconds < 1e8 and not (or_none and seconds == 0):
         least = "0, which turns it off, or more seconds" if or_none else "more than 0 seconds"
         raise ValueError(f"`{name}` must be {least}, up to three years, but is {seconds:g}")
@@ -89,14 +89,14 @@ def to_timedelta(timeout: Any, name: str = "timeout", *, or_none: bool = False) 
 def local_path(name: str, path: str | os.PathLike[str]) -> Path:
     """Return an absolute path, which stays the same when the program changes its directory.
 
-    Refuse a URL: a file system would take "s3://bucket" for a folder "s3:", and "~" for one, too.
+    Raise for a URL and for "~": a file system would make folders of these names.
     """
     if not str(path) or str(path).startswith("~"):
         raise ValueError(
             f"`{name}` must be a path, but is {str(path)!r}: pass '.' for the current directory, "
             f"and os.path.expanduser(path) for one in a home"
         )
-    slashes = "//" if isinstance(path, str) else "/"  # a Path has made one of two
+    slashes = "//" if isinstance(path, str) else "/"  # a Path keeps one of the two
     if re.match(rf"[a-zA-Z][\w+.-]+:{slashes}", str(path)):
         raise ValueError(
             f"`{name}` must be on a disk, but is the URL {str(path)!r}: mount it and pass that "

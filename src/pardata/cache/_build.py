@@ -1,4 +1,4 @@
-"""Building a cache: several processes decode, one writes, and it appears as a whole."""
+"""Build a cache: several processes decode, one writes, and a rename publishes all files at once."""
 
 import json
 import os
@@ -25,12 +25,12 @@ _log = get_logger(__name__)
 
 _LOCK = "pardata-lock"
 _BUILDING = "pardata-building"
-_CHUNK_BYTES = 2**24  # a worker decodes samples of so many bytes at once
+_CHUNK_BYTES = 2**24  # the size of the chunk that a worker decodes at once
 
 
 def build_if_missing(dataset: Any, files: CacheManifest, workers: int) -> None:
-    """Build the cache of this source unless it is there."""
-    # If there is nothing to do, no lock is needed: for a lock the directory must be writable.
+    """Build the cache of this source unless it exists."""
+    # Before the lock, which needs a writable directory.
     if files.is_valid():
         return
     directory, prefix = files.folder.parent, f"{_BUILDING}-{gethostname()}-"
@@ -41,27 +41,29 @@ def build_if_missing(dataset: Any, files: CacheManifest, workers: int) -> None:
         # Left by processes that were killed.
         for stale in directory.glob(f"{prefix}*") if has_lock else ():
             shutil.rmtree(stale, ignore_errors=True)
-        # Its own: where there are no locks, another process may be building here, too.
+        # A folder of this process: without locks another process may build in this directory at the
+        # same time.
         unfinished = directory / f"{prefix}{token_hex(4)}"
         try:
             unfinished.mkdir()
             _publish(unfinished, files, _write(dataset, files, unfinished, workers))
-        except OSError as error:  # a full disk's lacks the name
+        except OSError as error:  # the error of a full disk lacks the name
             raise OSError(error.errno, error.strerror, error.filename or str(unfinished)) from error
         finally:
-            shutil.rmtree(unfinished, ignore_errors=True)  # nothing, once it is published
+            shutil.rmtree(unfinished, ignore_errors=True)  # nothing is left of it after the rename
 
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[bool]:
-    """Let one process of this host at a time build here; tell whether that could be had.
+    """Let one process of this host at a time build in `directory`; yield whether it has the lock.
 
-    The lock goes with the process that holds it.
+    The operating system releases the lock if the process dies.
     """
     directory.mkdir(parents=True, exist_ok=True)
     has_lock = False
     with (directory / _LOCK).open("a") as file:
-        # Not on Windows, where ranks are still one at a time, and file systems without locks.
+        # Windows and some file systems have no locks. `rank_zero_first` still lets one rank of a
+        # node build.
         with suppress(ImportError, OSError):
             import fcntl  # noqa: PLC0415  # Windows has none
 
@@ -71,7 +73,7 @@ def _locked(directory: Path) -> Iterator[bool]:
 
 
 class _Parts(Dataset[dict[str, Tensor]]):
-    """The samples as they are stored, decoded here or in a worker."""
+    """The samples as tensors by path, decoded in this process or in a worker."""
 
     def __init__(self, dataset: Any, fields: Fields) -> None:
         self._dataset, self._fields = dataset, fields
@@ -86,16 +88,16 @@ class _Parts(Dataset[dict[str, Tensor]]):
 
 
 def _encode_chunk(samples: list[dict[str, Tensor]]) -> list[tuple[bytes, Shapes]]:
-    """Return the values of each part of several samples, and its shapes, in the order of paths.
+    """Return the bytes and the shapes of each part of several samples, in the order of paths.
 
-    Values are bytes: tensors would take shared memory, of which a container may have little.
+    Tensors would take shared memory, which may be small in a container.
     """
     columns = [[sample[path] for sample in samples] for path in sorted(samples[0])]
     return [(b"".join(map(bytes_of, parts)), [part.shape for part in parts]) for parts in columns]
 
 
 def _write(dataset: Any, files: CacheManifest, folder: Path, workers: int) -> dict[str, Any]:
-    """Write the parts of all samples; return the shape of each part, or None if it differs."""
+    """Write the parts of all samples; return the shape of each part, None if samples differ."""
     size = sum(field.nbytes for field in files.fields.values())
     chunk = min(CHUNK, max(1, _CHUNK_BYTES // max(1, size)))
     parts = _Parts(dataset, files.fields)
@@ -110,18 +112,18 @@ def _write(dataset: Any, files: CacheManifest, folder: Path, workers: int) -> di
         except Exception as error:
             if not workers:
                 raise
-            # Its frames, which tell nothing of the sample, would keep the workers alive.
+            # The frames of the traceback would keep the workers alive.
             raise error.with_traceback(None) from error.__cause__
         return {path: column.finish() for path, column in zip(paths, columns, strict=True)}
 
 
 def _publish(unfinished: Path, files: CacheManifest, shapes: dict[str, Any]) -> None:
-    """Make what was built the cache, in one step, and remove what was there before.
+    """Rename the finished folder, so that it becomes the cache, and remove older caches.
 
-    If another process was faster, its cache stays.
+    If another process has published a valid cache first, that stays.
     """
     final = files.folder
-    # Written before anything of the old cache goes: the disk may be full now.
+    # Before the old cache is removed, because the disk may be full now.
     sizes = {path.name: path.stat().st_size for path in sorted(unfinished.iterdir())}
     facts = {**files.source, "shapes": shapes, "files": sizes}
     (unfinished / SOURCE).write_text(json.dumps(facts, indent=1))
@@ -133,8 +135,8 @@ def _publish(unfinished: Path, files: CacheManifest, shapes: dict[str, Any]) -> 
     except OSError:
         if files.is_valid():
             return
-        shutil.rmtree(final, ignore_errors=True)  # a cache of the same source, but damaged
+        shutil.rmtree(final, ignore_errors=True)  # a damaged cache of the same source
         unfinished.rename(final)
     for older in final.parent.glob(FILES + "*"):
         if older != final:
-            shutil.rmtree(older, ignore_errors=True)  # who reads it has it mapped
+            shutil.rmtree(older, ignore_errors=True)  # its readers keep their mappings

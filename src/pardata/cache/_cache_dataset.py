@@ -85,7 +85,7 @@ def cache_dataset(
         cure = "Pass the same dataset on every rank."
         differ = partial(raise_if_different, "cache_dataset", cure=cure)
         exchange(store_client(), "cache_dataset", look, differ)
-        # The build takes as long as it takes, and a bar shows its progress.
+        # Practically no timeout: a progress bar shows how far the build is.
         with rank_zero_first(local=True, timeout=3e7):
             if world.is_local_main:
                 build_if_missing(dataset, files, workers)
@@ -113,9 +113,9 @@ class CachedDataset(BatchReadable):
                 f"rank, and call cache_dataset again if files were removed or built anew"
             ) from error
         self._sample: Any = first
-        self._sample = self[0]  # whose parts do not hang on to the source's memory
+        self._sample = self[0]  # a copy, which does not keep the source's memory alive
         self._kinds = [leaf for _, leaf in leaves_with_path(self._sample, is_leaf=is_numbers)]
-        # The batch has no values, because there are numbers that DataLoader refuses.
+        # Without values, because `default_collate` refuses some numbers.
         nothing = torch.zeros((), device="cpu")
         self._batch: Any = default_collate(
             [map_with_path(first, lambda *_: nothing, is_leaf=is_numbers)]
@@ -134,7 +134,7 @@ class CachedDataset(BatchReadable):
     def read_batch(self, indices: Tensor | Sequence[int]) -> Any:
         """Return the batch that ``default_collate`` would make of the samples at `indices`.
 
-        It has a list, with an item for each sample, of bytes and of parts whose shapes differ.
+        Bytes, and parts whose shapes differ, are lists with an item for each sample.
         """
         columns = map(_collated, self._kinds, self._rows(indices))
         return map_with_path(self._batch, lambda *_: next(columns))
@@ -144,13 +144,12 @@ class CachedDataset(BatchReadable):
         return [column.rows(chosen) for column in self._columns]
 
     def __reduce__(self) -> Any:
-        # The files are mapped again where it arrives: a copy of them, or of a source that has its
-        # data in memory, would defeat the purpose.
+        # The receiving process maps the files again. It gets neither a copy of them nor the source.
         return type(self), (None, self._files, self._sample)
 
 
 def _collated(leaf: Any, rows: Tensor | Ragged) -> Any:
-    """Return what a batch has of the parts that are like `leaf` in a sample."""
+    """Return the column of a batch for the parts of the type of `leaf`."""
     if isinstance(leaf, bytes):
         return Ragged(bytes(bytes_of(row)) for row in rows)
     if isinstance(leaf, list) and isinstance(rows, Tensor):

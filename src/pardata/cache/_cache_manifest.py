@@ -1,4 +1,4 @@
-"""The files of a cache: what they are called, whether they are complete, and mapped."""
+"""The manifest of a cache: names and sizes of its files, and the columns mapped from them."""
 
 import json
 from contextlib import suppress
@@ -12,7 +12,7 @@ from pardata._validation import local_path
 from pardata.cache._column import Column
 from pardata.cache._source import Fields, default_directory, read_sample, source_signature
 
-# Nothing else in the directory is touched: it may hold the user's own files too.
+# Other names in the directory are left alone: the user may keep files there too.
 FILES = "pardata-files-"
 SOURCE = "source.json"
 
@@ -21,9 +21,9 @@ class CacheManifest(NamedTuple):
     """The files of a cache.
 
     Attributes:
-        folder: where they are.
-        fields: the parts of a sample, in any order.
-        source: what shows that they are of a dataset, and its length.
+        folder: the directory of the files.
+        fields: an empty tensor for each part of a sample, by path.
+        source: the signature of the dataset, with its length.
     """
 
     folder: Path
@@ -31,11 +31,11 @@ class CacheManifest(NamedTuple):
     source: dict[str, Any]
 
     def paths(self, folder: Path) -> dict[str, Path]:
-        """Return the file in a folder that has the values of each part."""
+        """Return the file of each part in `folder`."""
         return {path: folder / f"{n}.bin" for n, path in enumerate(sorted(self.fields))}
 
     def columns(self) -> list[Column]:
-        """Return each part of all samples, in the order of the fields."""
+        """Return the column of each part, in the order of `fields`."""
         shapes, length = self._facts()["shapes"], self.source["length"]
         paths = self.paths(self.folder)
         return [
@@ -44,19 +44,19 @@ class CacheManifest(NamedTuple):
         ]
 
     def is_valid(self) -> bool:
-        """Whether they are complete: each has as many bytes as were written."""
+        """Whether all files exist and have the recorded sizes."""
         with suppress(OSError, ValueError, TypeError, KeyError):  # a damaged file may hold anything
             written = self._facts()["files"]
             return all((self.folder / name).stat().st_size == written[name] for name in written)
         return False
 
     def _facts(self) -> Any:
-        """Return what was written about them."""
+        """Return the manifest."""
         return json.loads((self.folder / SOURCE).read_text())
 
 
 def manifest_of(dataset: Any, directory: Any) -> tuple[CacheManifest, Any]:
-    """Return the files of a dataset, in a folder named after what they hold; and a sample."""
+    """Return the manifest of a dataset, in a folder named by its hash, and the first sample."""
     source = source_signature(dataset)
     first, parts = read_sample(dataset, 0)
     fields = {path: torch.empty_like(part, device="meta") for path, part in parts.items()}

@@ -1,4 +1,4 @@
-"""A column: one part of all samples, in a file; in another the shapes, if they differ."""
+"""A column: one part of all samples in a file, and a second file of shapes if they differ."""
 
 import math
 import mmap
@@ -18,13 +18,14 @@ Shapes: TypeAlias = Sequence[Sequence[int]]  # a part's shape in each of several
 
 
 class Column(NamedTuple):
-    """One part of all samples, in tensors over its files, whose pages all processes share.
+    """One part of all samples, memory-mapped, so that all processes of a node share the pages.
 
-    Writing to them would end the process: hand out copies only.
+    The mapping is read-only, and a write would end the process. So `rows` returns copies.
 
     Attributes:
-        values: a row for each sample; or, where shapes differ, all values one after another.
-        offsets: where shapes differ: a row for each sample, its shape and then its first value.
+        values: of shape (samples, *shape); if shapes differ, all values in one dimension.
+        offsets: of shape (samples, dimensions + 1), if shapes differ: in each row the shape of a
+            sample and the index of its first value in `values`.
     """
 
     values: Tensor
@@ -32,14 +33,14 @@ class Column(NamedTuple):
 
     @classmethod
     def of(cls, path: Path, dtype: torch.dtype, length: int, shape: list[int] | None) -> "Column":
-        """Return what is in the files: of this `shape`, or of other shapes in each sample."""
+        """Map the files: with samples of one `shape`, or of different shapes if it is None."""
         values = _map_file(path, dtype)
         if shape is not None:
             return cls(values.view(length, *shape), None)
         return cls(values, _map_file(_offsets_path(path), torch.int64).view(length, -1))
 
     def rows(self, indices: Tensor) -> Tensor | Ragged:
-        """Return the parts of several samples."""
+        """Return the rows of several samples, of shape (len(indices), *shape)."""
         if self.offsets is None:
             return take_rows(self.values, indices)
         return Ragged(map(self._cut, take_rows(self.offsets, indices).tolist()))
@@ -50,7 +51,7 @@ class Column(NamedTuple):
 
 
 class ColumnWriter:
-    """One part of all samples, written as they come."""
+    """Writes one part of all samples, in the order of `add`."""
 
     def __init__(self, path: Path) -> None:
         self._values, self._offsets = path.open("wb"), _offsets_path(path).open("wb")
@@ -63,7 +64,7 @@ class ColumnWriter:
         self._offsets.close()
 
     def add(self, values: bytes, shapes: Shapes) -> None:
-        """Write the values of the next samples, which have these shapes."""
+        """Write the values of the next samples and their shapes."""
         self._shapes.update(map(tuple, shapes))
         offsets = array("q")
         for shape in shapes:
@@ -73,7 +74,7 @@ class ColumnWriter:
         offsets.tofile(self._offsets)
 
     def finish(self) -> Sequence[int] | None:
-        """Return the shape that all samples have, so that no offsets are needed; or None."""
+        """Return the shape of all samples, without offsets, or None if shapes differ."""
         if len(self._shapes) > 1:
             return None
         Path(self._offsets.name).unlink()
@@ -88,8 +89,8 @@ def _map_file(path: Path, dtype: torch.dtype) -> Tensor:
     if not path.stat().st_size:  # an empty file cannot be mapped
         return torch.empty(0, dtype=dtype, device="cpu")
     with path.open("rb") as file:
-        # A private mapping could be written to, but Linux refuses one larger than the memory.
+        # A private mapping would be writable, but Linux refuses one larger than the memory.
         pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch's, that it knows no read-only tensors
+        warnings.simplefilter("ignore")  # PyTorch warns that it has no read-only tensors
         return torch.frombuffer(pages, dtype=dtype)

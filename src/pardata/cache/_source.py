@@ -1,4 +1,4 @@
-"""The dataset that is cached: its samples, whether it has changed, and where its cache goes."""
+"""The source dataset of a cache: its signature, its samples as tensors, its default directory."""
 
 import os
 import re
@@ -30,17 +30,17 @@ _RANDOM = (
     "the samples of %s differ at each reading, and the cache keeps one: move the random transform "
     "to the `batch_transform` of make_loader"
 )
-_LOOKED_AT = 8  # samples, from the first to the last, that tell whether the source has changed
+_LOOKED_AT = 8  # samples, spread evenly, whose contents are part of the signature
 _BANDS = ("L", "RGB", "RGBA", "CMYK", "YCbCr", "LA")  # image modes of 8 bits a band
 
-# The parts of every sample, by their paths: of these dtypes and numbers of dimensions.
+# An empty tensor for each part of a sample, by path: its dtype and number of dimensions.
 Fields: TypeAlias = dict[str, Tensor]
 
 _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}  # a bool is an int, too
 
 
 def num_decoders(num_workers: Any, dataset: Any, world: World) -> int:
-    """Return how many processes decode."""
+    """Return the number of processes that decode."""
     if num_workers != "auto":
         return resolve_num_workers(num_workers, dataset, world)
     cores = cpus_per_rank(replace(world, local_size=1))  # the other ranks wait: theirs are free
@@ -50,23 +50,23 @@ def num_decoders(num_workers: Any, dataset: Any, world: World) -> int:
 def read_sample(dataset: Any, index: int, seed: int = 0) -> tuple[Any, dict[str, Tensor]]:
     """Return a sample as the dataset returns it, and its parts as tensors.
 
-    It is read under a seed of its own: what is cached does not depend on who reads it.
+    It is read under a seed of its index, so the cache does not depend on the process that reads it.
+    The caller restores the default generators.
 
-    The default generators are left seeded: keep them around this.
 
     Raises:
-        RuntimeError: for a sample that cannot be read, or a part that cannot be stored.
+        RuntimeError: a sample cannot be read, or a part of it cannot be stored.
     """
     seed_generators(mix(seed, index))
     try:
         sample = dataset[index]
         return sample, to_tensors(sample)  # an image file is decoded only now
-    except Exception as error:  # user code: whatever it raises, say where
+    except Exception as error:  # user code may raise anything
         raise RuntimeError(f"sample {index} cannot be cached: {type_and_message(error)}") from error
 
 
 def source_signature(dataset: Any) -> dict[str, Any]:
-    """Return what shows that a cache is of this source; warn, on rank 0, where it is random."""
+    """Return the signature that a cache of this source has; warn on rank 0 if it is random."""
     if not (length := len(dataset)):
         raise ValueError("`dataset` must have a sample to be cached, but has none")
     is_random = is_lawless = False
@@ -85,7 +85,7 @@ def source_signature(dataset: Any) -> dict[str, Any]:
         "length": length,
         "class": class_name(dataset),
         "transform": _transform_text(dataset),
-        # What a seed does not bring back tells nothing, and would change with every run.
+        # Contents that differ under one seed would differ in every run.
         "contents": "random" if is_lawless else content_hash(digests),
     }
 
@@ -97,7 +97,7 @@ def class_name(dataset: Any) -> str:
 
 
 def default_directory(dataset: Any, source: dict[str, Any]) -> Path:
-    """Return where the cache of this source goes if nobody says otherwise."""
+    """Return the default directory of the cache of this source."""
     root = os.environ.get("PARDATA_CACHE")
     below = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "pardata")
     return below.expanduser() / f"{type(dataset).__name__}-{content_hash(source)}"
@@ -110,7 +110,7 @@ def _transform_text(dataset: Any) -> str:
 
 
 def is_numbers(part: Any) -> bool:
-    """Whether this is a list of numbers of one type, which is one part: the tokens of a text."""
+    """Whether this is a list of numbers of one type, as the tokens of a text: it is one part."""
     return type(part) is list and {*map(type, part)} in ({bool}, {int}, {float}, set())
 
 
@@ -118,8 +118,7 @@ def to_tensors(sample: Any) -> dict[str, Tensor]:
     """Return each part of `sample` as a tensor, by its path, as ``sample[0]['box']``.
 
     Raises:
-        TypeError: for a part that cannot be stored, naming its path, and for a sample without
-            parts.
+        TypeError: a part, which the error names, cannot be stored, or the sample has no parts.
     """
     named = {
         keystr("sample", path): leaf for path, leaf in leaves_with_path(sample, is_leaf=is_numbers)
@@ -130,9 +129,9 @@ def to_tensors(sample: Any) -> dict[str, Tensor]:
 
 
 def check_structure(parts: Mapping[str, Tensor], fields: Fields, number: int) -> None:
-    """Refuse a sample of other parts than the first, or of other dtypes or dimensions.
+    """Raise if a sample differs from the first in its parts, their dtypes or numbers of dimensions.
 
-    A part without values may have any dtype: of an empty list nobody knows it.
+    A part without values may have any dtype, because an empty list has none.
     """
     for path in {**fields, **parts}:
         first, part = fields.get(path), parts.get(path)
@@ -146,9 +145,9 @@ def check_structure(parts: Mapping[str, Tensor], fields: Fields, number: int) ->
 
 
 def from_tensors(template: Any, parts: Iterable[Tensor]) -> Any:
-    """Return a sample of these parts, each of the kind that it has in `template`.
+    """Return a sample with these parts, converted to the types of `template`.
 
-    Tensors, arrays, bytes, numbers and lists of them come back as such; an image stays a tensor.
+    Tensors, arrays, bytes, numbers and lists of them keep their types; an image stays a tensor.
     """
     following = iter(parts)
     return map_with_path(
@@ -157,7 +156,7 @@ def from_tensors(template: Any, parts: Iterable[Tensor]) -> Any:
 
 
 def _of_kind(leaf: Any, tensor: Tensor) -> Any:
-    """Return a part of the kind of `leaf`."""
+    """Return `tensor` converted to the type of `leaf`."""
     if isinstance(leaf, bytes):
         return bytes(bytes_of(tensor))
     if hasattr(leaf, "dtype") and not isinstance(leaf, Tensor):
@@ -170,7 +169,7 @@ def _as_tensor(leaf: Any, path: str) -> Tensor:
     """Return a part of a sample as a tensor: an image as uint8 of shape (bands, height, width).
 
     Raises:
-        TypeError: for what cannot be stored.
+        TypeError: the part cannot be stored.
     """
     what = type_with_article(leaf)
     try:
@@ -184,7 +183,8 @@ def _as_tensor(leaf: Any, path: str) -> Tensor:
             if leaf.layout == torch.strided and not (leaf.is_quantized or leaf.is_nested):
                 return leaf.detach().cpu()
         elif hasattr(leaf, "__array__") and hasattr(leaf, "dtype"):
-            # A copy, in the usual order: PyTorch takes no other, and warns of read-only ones.
+            # A copy in C order and native byte order: PyTorch requires both, and warns of read-only
+            # arrays.
             plain = leaf.__array__()
             return torch.from_numpy(plain.astype(plain.dtype.newbyteorder("="), order="C"))
         elif isinstance(leaf, bytes):
@@ -202,7 +202,7 @@ def _as_tensor(leaf: Any, path: str) -> Tensor:
 
 
 def _of_bytes(values: bytes) -> Tensor:
-    if not values:  # PyTorch makes no tensor of them
+    if not values:  # PyTorch makes no tensor of no bytes
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(bytearray(values), dtype=torch.uint8)
 

@@ -1,4 +1,4 @@
-"""Work in a thread, for which the interpreter waits, and whose error is not lost."""
+"""A function in a background thread: the interpreter waits for it, and its error is raised."""
 
 import atexit
 import os
@@ -11,14 +11,14 @@ _log = get_logger(__name__)
 
 
 class BackgroundTask:
-    """Runs `work` in a thread, for which the interpreter waits at its end.
+    """Runs `work` in a thread. The interpreter waits for it at exit.
 
-    An error is raised by `check`; a process that ends before it has asked ends with status 1. In a
-    forked child, which has no such thread, there is nothing to wait for.
+    `check` raises its error. If the process exits before `check`, its exit status is 1. A forked
+    child has no such thread, and does not wait.
 
     Args:
-        work: what to run.
-        what: to say in the log, as "the checkpoint of step 3".
+        work: the function to run.
+        what: its name in the log, as "the checkpoint of step 3".
     """
 
     def __init__(self, work: Callable[[], object], what: str) -> None:
@@ -26,22 +26,22 @@ class BackgroundTask:
         atexit.register(self._check_at_exit)
         executor = ThreadPoolExecutor(1, thread_name_prefix=f"pardata: {what}")
         self._future = executor.submit(work)
-        executor.shutdown(wait=False)  # its thread ends with the work
+        executor.shutdown(wait=False)  # the thread ends after `work`
 
     def join(self) -> None:
-        """Wait for the end."""
+        """Wait until `work` has ended."""
         if os.getpid() == self._pid:
             wait([self._future])
 
     def check(self) -> None:
-        """Wait for the end, and raise what the work has raised."""
+        """Wait until `work` has ended, and raise its error."""
         self.join()
         atexit.unregister(self._check_at_exit)
         if self._future.done():
             self._future.result()
 
     def _check_at_exit(self) -> None:
-        # Threads have ended by now.
+        # The interpreter has joined its threads by now.
         if not self._future.done() or (error := self._future.exception()) is None:
             return
         _log.error("%s failed: %s", self._what, error, ranks="all")

@@ -82,12 +82,12 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         check_bool("asynchronous", asynchronous)
         self._directory = local_path("directory", directory)
         self._asynchronous = asynchronous
-        # What must be the same on all ranks, else they would write to different places.
+        # Compared between the ranks, which could otherwise write to different directories.
         self._options = {"directory": str(self._directory), "asynchronous": asynchronous}
         self._options |= {"keep": plain_number(keep), "keep_best": keep_best}
         self._folder = CheckpointDirectory(self._directory, self._retention)
         self._background: BackgroundTask | None = None
-        self._group: Any = None  # the group of messages in the background
+        self._group: Any = None  # a gloo group for the collectives of asynchronous saves
 
     def save(self, step: int, *, per_rank: Mapping[str, Any] | None = None, **objects: Any) -> None:
         """Save the state of `objects`, then remove what is older than `keep` others. Collective.
@@ -134,7 +134,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             return {"options": options, "details": snapshot.compared}
 
         require_equal(store_client(), "Checkpointer.save", describe, _raise_of_what_differs)
-        with explain_comm_errors("Checkpointer.save"):  # a round would send them to all ranks
+        with explain_comm_errors("Checkpointer.save"):  # a round would send the states to all ranks
             generators = gather_to_rank_zero(world, get_rng_state(world.device))
         contents = {"objects": snapshot.trees, "sharded": list(snapshot.parts)}
         self._start(world, step, snapshot, {**contents, "generators": generators})
@@ -200,18 +200,19 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         if self._background is None:
             return
         background = self._background
-        rank_zero_call(background.join)  # if that is interrupted, the next call waits again
+        rank_zero_call(background.join)  # if this is interrupted, the next call waits again
         self._background = None
-        rank_zero_call(background.check)  # its error first, for another one says no more
+        rank_zero_call(background.check)  # rank 0's error first: the others follow from it
         exchange(store_client(), "Checkpointer.wait", background.check)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # After an error the other ranks may be anywhere; the interpreter waits for the thread.
+        # Not after an error: the other ranks may be in other calls. The interpreter waits for the
+        # thread.
         if kind is None:
             self.wait()
 
     def _start(self, world: World, step: int, snapshot: Snapshot, contents: dict[str, Any]) -> None:
-        """Write a checkpoint, or begin to in the background. Collective."""
+        """Write a checkpoint, or start to write it in the background. Collective."""
         path = rank_zero_call(self._folder.begin, step)
         is_shared = snapshot.parts or snapshot.per_rank
         if is_shared and self._asynchronous and self._group is None and dist.is_initialized():
@@ -234,12 +235,12 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             )
             return
         if not world.is_main:
-            with suppress(OSError):  # it is on all ranks, and rank 0 tells
+            with suppress(OSError):  # all ranks know of it, and rank 0 raises it
                 write()
         rank_zero_call(work)
 
 
 def _raise_of_what_differs(all_facts: list[dict[str, Any]]) -> None:
-    """Raise if ranks differ in options, or in details, of which each may have its own."""
+    """Raise if ranks differ in options or details; a rank may lack some details."""
     for kind in ("options", "details"):
         raise_if_different("Checkpointer.save", [facts[kind] for facts in all_facts], _CURE)

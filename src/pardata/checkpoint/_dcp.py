@@ -1,9 +1,9 @@
 """The sharded tensors of a checkpoint, through PyTorch's own ``torch.distributed.checkpoint``.
 
-They are written next to the tree of the others, under names that say where they are in it.
+They are written to a folder next to the file of all other state, under the text of their paths.
 
-PyTorch's imports cost half a second, so they are made where they are needed: whoever has a sharded
-model has paid for most of them.
+Functions import PyTorch's modules, which take half a second. With a sharded model most of them are
+imported already.
 """
 
 import dataclasses
@@ -22,13 +22,13 @@ from pardata.checkpoint._manifest import Record, record_of, save
 from pardata.collectives._all_gather import gather_to_rank_zero
 from pardata.environment._world import World
 
-PER_RANK_FILE = "rank-{:05d}.pt"  # what a rank has of its own
+PER_RANK_FILE = "rank-{:05d}.pt"  # the file of a rank's `per_rank` objects
 
 _FOLDER = "sharded"
 
 
 def shard_like(leaf: Any, template: Any) -> Any:
-    """Return a tensor sharded like the parameter to which it belongs, if both have one shape."""
+    """Return a tensor sharded like the parameter `template`, if both have the same shape."""
     if not isinstance(leaf, Tensor) or template is None or leaf.shape != template.shape:
         return leaf
     from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415  # slow to import
@@ -39,20 +39,20 @@ def shard_like(leaf: Any, template: Any) -> Any:
 def write(
     world: World, checkpoint: Path, parts: Mapping[KeyPath, Tensor], per_rank: Any, group: Any
 ) -> tuple[Any, dict[str, Record]]:
-    """Write this rank's parts of tensors, and what it has of its own. Collective.
+    """Write this rank's shards and its `per_rank` objects. Collective.
 
     Args:
-        world: this process.
-        checkpoint: the folder to write in.
-        parts: sharded tensors, by where they are.
-        per_rank: what this rank alone has, or nothing.
-        group: of all ranks, for messages between CPUs, that nobody else uses meanwhile.
+        world: the world of this process.
+        checkpoint: the folder of the checkpoint.
+        parts: sharded tensors by path.
+        per_rank: the `per_rank` objects of this rank, may be empty.
+        group: a CPU group of all ranks that no other thread uses during the call.
 
     Returns:
-        On rank 0 PyTorch's metadata of the parts, and the records of the files of all ranks.
+        On rank 0 PyTorch's metadata of the shards, and the records of the files of all ranks.
 
     Raises:
-        OSError: on rank 0, if any rank failed.
+        OSError: on rank 0: any rank failed.
     """
     folder, records, why = checkpoint / _FOLDER, dict[str, Record](), ""
     metadata: Any = None
@@ -66,15 +66,15 @@ def write(
         if parts and world.is_main:
             import torch.distributed.checkpoint as dcp  # noqa: PLC0415  # slow to import
 
-            # From the file: torch 2.9 returns it without the places of the parts.
+            # From the file: `dcp.save` of torch 2.9 returns it without `storage_data`.
             metadata = dcp.FileSystemReader(folder).read_metadata()
-            metadata.storage_meta = None  # its path is no more that of the checkpoint
-        for path in folder.glob(f"__{world.rank}_*"):  # as PyTorch names a rank's
+            metadata.storage_meta = None  # it holds the path of the temporary folder
+        for path in folder.glob(f"__{world.rank}_*"):  # PyTorch's names of a rank's files
             records[f"{_FOLDER}/{path.name}"] = record_of(path)
         if per_rank:
             name = PER_RANK_FILE.format(world.rank)
             records[name] = save(per_rank, checkpoint / name)
-    except Exception as error:  # noqa: BLE001  # whatever it is, rank 0 waits for this one
+    except Exception as error:  # noqa: BLE001  # rank 0 waits for this rank
         why = f"rank {world.rank}: {error!r}"
     reports = gather_to_rank_zero(world, (records, why), group)
     if failed := "; ".join(why for _, why in reports if why):
@@ -83,27 +83,28 @@ def write(
 
 
 def read(path: Path, metadata: Any, targets: Mapping[KeyPath, Any]) -> dict[KeyPath, Tensor]:
-    """Return tensors by path, each sharded like its target, or whole if that is not sharded.
+    """Return tensors by path, each sharded like its target, or full if the target is not sharded.
 
-    Of a checkpoint that was checked. Collective.
+    The checkpoint must have been verified. Collective.
     """
     import torch.distributed.checkpoint as dcp  # noqa: PLC0415  # slow to import
 
     class Reader(dcp.FileSystemReader):
-        def read_metadata(self, *_: Any, **__: Any) -> Any:  # newer torch passes more
+        def read_metadata(self, *_: Any, **__: Any) -> Any:  # newer torch passes more arguments
             return metadata
 
     stored = metadata.state_dict_metadata
     tensors = {str(at): _empty(stored[str(at)], target) for at, target in targets.items()}
     with _failures_as_os_errors(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is")  # … not there, in one process
+        # In one process it warns that there is no group.
+        warnings.filterwarnings("ignore", "torch.distributed is")
         dcp.load(tensors, storage_reader=Reader(path / _FOLDER))
     return {at: tensors[str(at)] for at in targets}
 
 
 @contextmanager
 def _failures_as_os_errors() -> Iterator[None]:
-    """Raise PyTorch's account of which ranks failed, no Exception, as an `OSError`."""
+    """Raise an `OSError` in place of PyTorch's `CheckpointException`, which is no `Exception`."""
     from torch.distributed.checkpoint.api import CheckpointException  # noqa: PLC0415  # slow to import
 
     try:
@@ -120,14 +121,14 @@ def _empty(stored: Any, target: Any) -> Tensor:
 
 
 def is_sharded(value: object) -> bool:
-    """Whether a value is a DTensor, by what it can do: importing its class costs half a second."""
+    """Whether a value is a DTensor, by an attribute: importing the class takes half a second."""
     return isinstance(value, Tensor) and hasattr(value, "device_mesh")
 
 
 def metadata_classes(checkpoint: Path) -> list[Any]:
-    """Return the classes of metadata that a checkpoint may have: of data, which run no code.
+    """Return the metadata classes to unpickle: dataclasses and enums, which run no code.
 
-    Without that of bytes, which PyTorch would unpickle.
+    Without `BytesStorageMetadata`, whose bytes PyTorch would unpickle.
     """
     if not (checkpoint / _FOLDER).exists():
         return []

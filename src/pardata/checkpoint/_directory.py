@@ -1,11 +1,11 @@
-"""The directory of a run's checkpoints, as rank 0 writes to it: each is complete or not there.
+"""The directory of a run's checkpoints, written by rank 0: a checkpoint is complete or absent.
 
-A checkpoint is written below a name of its own, synced to the disk, and renamed. So what has a
-checkpoint's name is complete, whatever is killed when.
+A checkpoint is written to a folder with a temporary name, synced to the disk, and renamed. So a
+folder with a checkpoint's name is complete, whenever a process is killed.
 
-A name begins with the number of an attempt at the run, one above the highest there. With its first
-save a writer puts its name into the file `owner`. It reads that file before it adds or removes
-anything. So the older of two writers stops.
+A name begins with the number of the attempt, one above the highest in the directory. At its first
+save a writer writes its identity to the file `owner`. It reads that file before each rename and
+removal. So the older of two writers raises an error.
 """
 
 import os
@@ -23,26 +23,26 @@ from pardata.environment._logger import get_logger
 _log = get_logger(__name__)
 
 _OWNER = "owner"
-_UNFINISHED = ".unfinished-"  # begins the name of what is being written, or removed
+_UNFINISHED = ".unfinished-"  # the prefix of a folder that is being written or removed
 
 
 class CheckpointDirectory:
-    """Writes checkpoints into a directory, and removes those that are not to be kept.
+    """Writes checkpoints to a directory, and removes old ones.
 
     Args:
-        directory: made by the first one.
-        retention: says which ones are kept.
+        directory: the first save creates it.
+        retention: selects the checkpoints to remove.
     """
 
     def __init__(self, directory: Path, retention: Retention) -> None:
         self._directory = directory
         self._retention = retention
         since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        self._token = os.urandom(8).hex()  # no two are the same
+        self._token = os.urandom(8).hex()  # two objects in one process differ in it
         self._me = f"process {os.getpid()} on {socket.gethostname()}, since {since}\n{self._token}"
-        # One that has been told that it is the older one must not take over by trying again.
+        # After an error about a newer owner, another save must not make this one the owner.
         self._has_begun = False
-        self._name = CheckpointName(0, 0)  # until the first
+        self._name = CheckpointName(0, 0)  # until the first save
         self._began = 0.0
 
     @property
@@ -50,7 +50,7 @@ class CheckpointDirectory:
         return self._directory / f"{_UNFINISHED}{self._name}"
 
     def begin(self, step: int) -> Path:
-        """Return the folder where a checkpoint is to be written before it has its name."""
+        """Create and return the temporary folder of a checkpoint."""
         self._began = time.perf_counter()
         with self._cleaned_after_errors(step):
             existing = checkpoint_names(self._directory)
@@ -58,11 +58,11 @@ class CheckpointDirectory:
                 self._directory.mkdir(parents=True, exist_ok=True)
                 self._write_owner()
             self._check_owner()
-            # Those of a run that stopped half-way, or still writes.
+            # Temporary folders of a run that was killed, or still writes.
             stale = checkpoint_names(self._directory, _UNFINISHED)
             attempt = self._name.attempt
             if attempt == 0 or step <= self._name.step:
-                # A step that comes again is newer than the first one all the same.
+                # A repeated step gets a new attempt, so that the later checkpoint is the newest.
                 attempt = 1 + max((name.attempt for name in (*existing, *stale)), default=0)
             for name in stale:
                 shutil.rmtree(self._directory / f"{_UNFINISHED}{name}", ignore_errors=True)
@@ -71,11 +71,11 @@ class CheckpointDirectory:
             return self._unfinished
 
     def finish(self, facts: Manifest, write: Callable[[], Mapping[str, Record]]) -> None:
-        """Make what was begun a checkpoint, and prune.
+        """Write the manifest, rename the temporary folder, and remove old checkpoints.
 
         Args:
-            facts: of the manifest.
-            write: writes the files, and returns what is known of them.
+            facts: entries of the manifest.
+            write: writes the files, and returns their records.
         """
         step: int = facts["step"]
         with self._cleaned_after_errors(step):
@@ -90,9 +90,9 @@ class CheckpointDirectory:
     def _prune(self) -> None:
         self._check_owner()
         for name in self._retention.outdated(self._directory, checkpoint_names(self._directory)):
-            # Half of it removed must not look like a checkpoint.
+            # Renamed first: a half-removed folder must not have a checkpoint's name.
             removed = self._directory / f"{_UNFINISHED}{name}"
-            with suppress(FileNotFoundError):  # the older run was at it when this one began
+            with suppress(FileNotFoundError):  # the older run removes it at the same time
                 (self._directory / str(name)).rename(removed)
             shutil.rmtree(removed, ignore_errors=True)
 
@@ -106,10 +106,10 @@ class CheckpointDirectory:
         self._has_begun = True
 
     def _check_owner(self) -> None:
-        """Raise if another run has begun to write here, or the directory is gone."""
+        """Raise if another run has become the owner, or the directory is gone."""
         owner = self._directory / _OWNER
         if self._directory.is_dir() and not owner.exists():
-            self._write_owner()  # somebody has emptied it, and not written yet
+            self._write_owner()  # somebody has emptied the directory
         try:
             text = owner.read_text(errors="ignore")
         except FileNotFoundError:
@@ -127,14 +127,14 @@ class CheckpointDirectory:
 
     @contextmanager
     def _cleaned_after_errors(self, step: int) -> Iterator[None]:
-        """Remove what was begun if it fails, and say which step it was of."""
+        """Remove the temporary folder after an error, and name the step in an `OSError`."""
         try:
             yield
         except BaseException as error:
             shutil.rmtree(self._unfinished, ignore_errors=True)
             if isinstance(error, OSError):
                 if self._has_begun:
-                    self._check_owner()  # it may know why
+                    self._check_owner()  # a newer owner explains the error
                 if error.errno is not None:
                     text = f"{error.strerror}, while saving step {step}: earlier checkpoints"
                     text += f" are still in {self._directory}"

@@ -1,4 +1,4 @@
-"""Files that are on the disk as a whole, and the manifest of those that make a checkpoint."""
+"""The manifest of a checkpoint: sizes and SHA-256 of its files, written, synced and verified."""
 
 import hashlib
 import io
@@ -17,18 +17,18 @@ _MANIFEST = "manifest.json"
 
 
 class UnusableError(RuntimeError):
-    """A checkpoint is not what was written, and why."""
+    """A checkpoint differs from its manifest; the text says where."""
 
 
-# What is recorded of a file: how many bytes, and their SHA-256.
+# The record of a file: its size in bytes, and their SHA-256.
 Record: TypeAlias = tuple[int, str]
 Manifest: TypeAlias = dict[str, Any]
 
 
 def write_manifest(folder: Path, facts: Manifest, done: Mapping[str, Record]) -> int:
-    """Describe all files in a folder, wait until they are on the disk, and return their bytes.
+    """Write the manifest of a folder, sync all files to the disk, and return their size in bytes.
 
-    Those that are known, because their writers have recorded and synced them, are not read.
+    The files in `done` are not read again: their writers have recorded and synced them.
     """
     others = [p for p in sorted(folder.rglob("*")) if p.relative_to(folder).as_posix() not in done]
     files = {p.relative_to(folder).as_posix(): record_of(p) for p in others if p.is_file()}
@@ -41,13 +41,13 @@ def write_manifest(folder: Path, facts: Manifest, done: Mapping[str, Record]) ->
 
 
 def verified(folder: Path, step: int, rank: int = 0, ranks: int = 1) -> Manifest:
-    """Return the manifest of the checkpoint of a step, after reading every byte of its files.
+    """Return the manifest of the checkpoint of a step, after verifying every byte of its files.
 
-    Several ranks share them: all read the manifest, the first the file that all will read, and
-    each its part of the others.
+    Every rank reads the manifest. Rank 0 verifies the common file, and each rank a part of the
+    other files.
 
     Raises:
-        UnusableError: if anything is not as it was written; says what.
+        UnusableError: a file is missing or differs from the manifest.
     """
     try:
         manifest = read_manifest(folder)
@@ -64,7 +64,7 @@ def verified(folder: Path, step: int, rank: int = 0, ranks: int = 1) -> Manifest
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return what was written about a checkpoint, or raise an `UnusableError`."""
+    """Return the manifest of a checkpoint, or raise an `UnusableError`."""
     path = folder / _MANIFEST
     _require(path.is_file(), f"{_MANIFEST} is missing")
     try:
@@ -80,7 +80,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _require(condition: object, why: str) -> None:
-    """Raise if a condition does not hold, without which a checkpoint is of no use."""
+    """Raise an `UnusableError` unless `condition` holds."""
     if not condition:
         raise UnusableError(why)
 
@@ -90,14 +90,14 @@ def _digest(manifest: Manifest) -> str:
 
 
 def record_of(path: Path) -> Record:
-    """Return what a manifest records of a file, after reading it."""
+    """Return the record of a file, after reading it."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return file.tell(), digest
 
 
 class _HashedWriter(io.BufferedWriter):
-    """A file, and the SHA-256 of what is written to it."""
+    """A file that hashes all bytes written to it."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path.open("wb", buffering=0))
@@ -109,10 +109,11 @@ class _HashedWriter(io.BufferedWriter):
 
 
 def save(thing: Any, path: Path) -> Record:
-    """Write as ``torch.save`` does, wait until it is on the disk, and return the file's record.
+    """Write by ``torch.save``, sync the file to the disk, and return its record.
 
     Raises:
-        OSError: if the disk is full. PyTorch raises a `RuntimeError` about positions in the file.
+        OSError: the disk is full, for which PyTorch raises a `RuntimeError` about positions in the
+            file.
     """
     with _HashedWriter(path) as file:
         try:
@@ -127,7 +128,7 @@ def save(thing: Any, path: Path) -> Record:
 
 
 def sync(*paths: Path) -> None:
-    """Wait until files, and the names in directories, are on the disk."""
+    """Sync files, and the entries of directories, to the disk."""
     for path in paths:
         opened = os.open(path, os.O_RDONLY)
         try:

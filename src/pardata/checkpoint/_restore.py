@@ -1,4 +1,4 @@
-"""A checkpoint that was read: the newest that is whole, and how things get their state from it."""
+"""Restoring: find the newest complete checkpoint, read it, and load the states of objects."""
 
 import warnings
 from collections.abc import Iterable, Mapping
@@ -29,10 +29,10 @@ from pardata.strategies._weights import load_weights
 
 _log = get_logger(__name__)
 
-_PATIENCE = timedelta(hours=2)  # with the slowest disk
+_PATIENCE = timedelta(hours=2)  # verification of a large checkpoint on a slow disk
 
 
-# Parameters that are sharded, by where their parts are in states.
+# Sharded parameters, by the path in a state of the tensors that are sharded like them.
 Templates: TypeAlias = dict[KeyPath, Tensor]
 
 
@@ -56,15 +56,15 @@ class Restored:
 
 
 class LoadedCheckpoint(NamedTuple):
-    """A checkpoint that was read.
+    """A checkpoint in memory, or mapped from its file.
 
     Attributes:
-        path: of its folder.
-        manifest: what was written about it.
-        objects: the trees, by name.
-        sharded: where in them the sharded tensors belong.
-        generators: the states of each rank's.
-        metadata: PyTorch's, of the sharded tensors.
+        path: its folder.
+        manifest: its manifest.
+        objects: the states and values, by name.
+        sharded: the paths of the sharded tensors in `objects`.
+        generators: the state of the default generators of each rank.
+        metadata: PyTorch's metadata of the sharded tensors.
     """
 
     path: Path
@@ -75,16 +75,16 @@ class LoadedCheckpoint(NamedTuple):
     metadata: Any = None
 
     def apply(self, world: World, things: Mapping[str, Any], templates: Templates) -> Restored:
-        """Give things their states, and return the rest. Collective.
+        """Load the states of `things`, and return the values. Collective.
 
         Args:
-            world: this process.
-            things: by name.
-            templates: what shows how their parts are to be sharded.
+            world: the world of this process.
+            things: the objects by name.
+            templates: the sharded parameters, by the paths of tensors to be sharded like them.
 
         Raises:
-            ValueError: for a name that was not saved.
-            RuntimeError: if a state does not fit its thing.
+            ValueError: a name was not saved.
+            RuntimeError: a state does not fit its object.
         """
         saved = self.generators
         unavailable = [name for name in self.manifest["per_rank"] if name not in self.objects]
@@ -92,7 +92,7 @@ class LoadedCheckpoint(NamedTuple):
         values = [name for name in self.manifest["values"] if name in self.objects]
         self._require(things)
         trees = self.trees_of(things, values, templates)
-        # What can be iterated shows that a run resumes, and not only what the run has learnt.
+        # With a loader among the objects the run resumes. Without one only weights are restored.
         bare = [one for one in things.values() if not isinstance(one, nn.Module)]
         resumes, is_alike = any(hasattr(one, "__iter__") for one in bare), len(saved) == world.size
 
@@ -111,7 +111,7 @@ class LoadedCheckpoint(NamedTuple):
         return Restored(self.manifest["step"], {n: trees[n] for n in values}, _was_found=True)
 
     def _require(self, names: Iterable[str]) -> None:
-        """Raise for a name that was not saved as something with a state."""
+        """Raise a `ValueError` for a name that was not saved with a state."""
         saved = [name for name in self.objects if name not in self.manifest["values"]]
         if missing := ", ".join(repr(name) for name in names if name not in saved):
             raise ValueError(
@@ -120,7 +120,7 @@ class LoadedCheckpoint(NamedTuple):
             )
 
     def _report(self, world: World, unavailable: list[str]) -> None:
-        """Log what is restored, and what is not."""
+        """Log the restored step, and the names that are not restored."""
         step, processes = self.manifest["step"], self.manifest["processes"]
         text = "pardata restored step %d of %s, saved by %d process(es) with torch %s"
         _log.info(text, step, self.path.parent, processes, self.manifest["torch"])
@@ -133,7 +133,8 @@ class LoadedCheckpoint(NamedTuple):
         """Return the trees of things and values: weights mapped, the others copied. Collective."""
         names = [*things, *values]
         sharded = [at for at in self.sharded if at[0] in names]
-        # A model's is under the very path, an optimizer's under that of the parameter's state.
+        # A model's tensor has the path of the parameter, an optimizer's the path of the parameter's
+        # state.
         targets = {at: templates.get(at, templates.get(at[:-1])) for at in sharded}
         tensors = shards.read(self.path, self.metadata, targets) if targets else {}
 
@@ -142,7 +143,8 @@ class LoadedCheckpoint(NamedTuple):
                 return deepcopy(leaf)
             return tensors[at] if at in tensors else shards.shard_like(leaf, templates.get(at[:-1]))
 
-        # Tensors that are one stay one. A module copies its weights, but no extra state.
+        # One `deepcopy`, so that tensors that share memory still do. `load_state_dict` copies the
+        # weights of a module, but not its extra state.
         modules = [name for name, thing in things.items() if isinstance(thing, nn.Module)]
         copied = deepcopy({name: self.objects[name] for name in names if name not in modules})
         trees = {**copied, **{name: self.objects[name] for name in modules}}
@@ -150,12 +152,12 @@ class LoadedCheckpoint(NamedTuple):
 
 
 def load_latest(world: World, directory: Path, at: int | None) -> LoadedCheckpoint | None:
-    """Read the newest checkpoint that is whole, of step `at` if given, or None. Collective.
+    """Read the newest complete checkpoint, of step `at` if given, or return None. Collective.
 
     Raises:
-        ValueError: if the step is not there, or another directory must be meant.
-        RuntimeError: if there are checkpoints and none is complete, or if not all ranks see what
-            rank 0 sees.
+        ValueError: there is no checkpoint of the step, or `directory` is a checkpoint itself.
+        RuntimeError: there are checkpoints and none is complete, or some ranks do not see the
+            files.
     """
     skipped = ""
     for name in rank_zero_call(newest_first, directory, at):
@@ -175,9 +177,9 @@ def load_latest(world: World, directory: Path, at: int | None) -> LoadedCheckpoi
 
 
 def _looked_at(world: World, path: Path, step: int) -> LoadedCheckpoint | str:
-    """Return a checkpoint that is whole, or why it is of no use. Collective.
+    """Return a complete checkpoint, or the reason why it is unusable. Collective.
 
-    The ranks share the files to be verified, for a disk is faster than one of them.
+    Each rank verifies a part of the files, because one rank reads more slowly than a disk.
     """
     read: list[LoadedCheckpoint] = []
 
@@ -203,28 +205,28 @@ def _looked_at(world: World, path: Path, step: int) -> LoadedCheckpoint | str:
 
 
 def _read(path: Path, manifest: dict[str, Any], world: World) -> LoadedCheckpoint:
-    """Map the file that all ranks read, whose memory those of a node share, and this rank's own."""
+    """Memory-map the common file, whose pages the ranks of a node share, and this rank's file."""
     load = partial(torch.load, map_location="cpu", weights_only=True, mmap=True)
     try:
-        # torch warns that it looks at a sparse tensor. If warnings are errors, `restore` would skip
-        # a whole checkpoint.
+        # torch warns when it validates a sparse tensor. Where warnings are errors, the checkpoint
+        # would count as unusable.
         with warnings.catch_warnings(), safe_globals(shards.metadata_classes(path)):
             warnings.filterwarnings("ignore", "Validating sparse tensor")
             contents = load(path / STATE)
             if manifest["per_rank"] and manifest["processes"] == world.size:
                 contents["objects"].update(load(path / shards.PER_RANK_FILE.format(world.rank)))
             return LoadedCheckpoint(path, manifest, **contents)
-    except Exception as error:  # whatever PyTorch makes of bytes that somebody has made up
+    except Exception as error:  # PyTorch may raise anything for a forged file
         raise UnusableError(
             f"{STATE} cannot be read without running code, or at all ({error})"
         ) from error
 
 
 def _load(name: str, thing: Any, tree: Any) -> None:
-    """Give a thing its state, of whatever strategy. Collective if sharded.
+    """Load the state of an object, under any strategy. Collective if it is sharded.
 
     Raises:
-        RuntimeError: says whose state does not fit.
+        RuntimeError: the state does not fit; the error names the object.
     """
     try:
         if isinstance(thing, nn.Module):
@@ -242,14 +244,14 @@ def _load(name: str, thing: Any, tree: Any) -> None:
 
 
 def sharding_templates(things: Mapping[str, object]) -> Templates:
-    """Return the parameters that are sharded, by where their parts are in the states of things."""
+    """Return the sharded parameters, by the paths of the tensors to be sharded like them."""
     templates: Templates = {}
     for name, thing in things.items():
         if isinstance(thing, nn.Module):
             state = unwrap(thing).state_dict().items()
             templates |= {(name, key): value for key, value in state}
         if isinstance(thing, torch.optim.Optimizer):
-            # In the order by which state_dict() numbers them.
+            # In the order in which state_dict() numbers them.
             parameters = (one for group in thing.param_groups for one in group["params"])
             templates |= {(name, "state", number): one for number, one in enumerate(parameters)}
     return {at: parameter for at, parameter in templates.items() if shards.is_sharded(parameter)}

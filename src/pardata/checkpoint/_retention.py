@@ -1,4 +1,4 @@
-"""The names of checkpoints: which is the newest, which are kept, and where none can be."""
+"""The names of checkpoints in a directory, in order, and the choice of those to remove."""
 
 import re
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ class CheckpointName(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "CheckpointName | None":
-        """Return the name that was written as `text`, if one was."""
+        """Return the name of which `text` is the `str`, or None."""
         match = re.fullmatch(r"attempt-(\d{4,})-step-(\d{9,})", text, re.ASCII)
         name = match and cls(int(match[1]), int(match[2]))
         return name if str(name) == text else None
@@ -32,8 +32,8 @@ def checkpoint_names(directory: Path, prefix: str = "") -> list[CheckpointName]:
     """Return the names of all checkpoints, from the oldest to the newest.
 
     Args:
-        directory: may be missing.
-        prefix: stands before the names that are meant.
+        directory: need not exist.
+        prefix: the prefix of the names to return.
     """
     try:
         entries = [entry.name for entry in directory.iterdir() if entry.name.startswith(prefix)]
@@ -43,7 +43,7 @@ def checkpoint_names(directory: Path, prefix: str = "") -> list[CheckpointName]:
 
 
 def newest_first(directory: Path, at: int | None) -> list[CheckpointName]:
-    """Return the names of all checkpoints, or those of a step, from the newest to the oldest."""
+    """Return the names of all checkpoints, or of those of a step, from the newest to the oldest."""
     existing = checkpoint_names(directory)
     if not existing and CheckpointName.parse(directory.name) is not None:
         raise ValueError(
@@ -61,11 +61,11 @@ def newest_first(directory: Path, at: int | None) -> list[CheckpointName]:
 
 
 class Retention:
-    """Says which checkpoints are kept, by what `Checkpointer` is told.
+    """Selects the checkpoints to remove, by the arguments of `Checkpointer`.
 
     Raises:
-        ValueError: for a `keep` below 1.
-        TypeError: for one that is no integer, and for a `keep_best` that is no name.
+        ValueError: `keep` is below 1.
+        TypeError: `keep` is no integer, or `keep_best` no name.
     """
 
     def __init__(self, keep: int, keep_best: str | None) -> None:
@@ -76,7 +76,7 @@ class Retention:
         self._sign = 1 if keep_best == self._by else -1
 
     def check_value(self, objects: Mapping[str, Any]) -> None:
-        """Raise if what the best is known by is not among what is saved."""
+        """Raise a `TypeError` if the value named by `keep_best` is missing or no number."""
         value = objects.get(self._by or "", "missing")
         if self._by is not None and type(value) not in (int, float, type(None)):
             raise TypeError(
@@ -85,15 +85,16 @@ class Retention:
             )
 
     def outdated(self, directory: Path, existing: list[CheckpointName]) -> list[CheckpointName]:
-        """Return which of the checkpoints that are there, from the oldest to the newest, to remove.
+        """Return the checkpoints to remove of `existing` ones, which are in order of age.
 
-        Of several that are the best the first is kept.
+        If several have the best value, the first of them is kept.
         """
         kept = set(existing[-self._keep :])
         if self._by is not None:
             scores: dict[CheckpointName, float] = {}
             for name in existing:
-                with suppress(UnusableError, OSError):  # unusable, or removed meanwhile
+                # An unusable checkpoint, or removed in the meantime.
+                with suppress(UnusableError, OSError):
                     value = read_manifest(directory / str(name))["numbers"].get(self._by)
                     if value is not None and not isnan(value):
                         scores[name] = self._sign * value

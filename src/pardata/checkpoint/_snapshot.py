@@ -1,4 +1,4 @@
-"""What is taken of a run at one moment: trees that can be read again without running code."""
+"""The state of a run at one moment, as trees that load with ``weights_only=True``."""
 
 import io
 import textwrap
@@ -21,24 +21,25 @@ _Named: TypeAlias = Mapping[str, Any]
 
 
 class Snapshot:
-    """What there is now of objects: the states of those that have one, the others as they are.
+    """The states of objects, and the values of objects without a state.
 
     Attributes:
-        trees: by name; `None` stands for what is sharded.
-        per_rank: those of `per_rank`.
-        parts: sharded tensors, by where they are in the trees.
-        compared: what must be the same on every rank, by where it is. The tensors of models and
-            optimizers, which are many, are there without their bits.
-        facts: what the manifest says of the objects.
+        trees: the state or value of each object by name, with `None` in place of sharded tensors.
+        per_rank: the states and values of the `per_rank` objects.
+        parts: sharded tensors by their path in `trees`.
+        compared: texts that must be equal on all ranks, by path. Tensors of models and optimizers
+            are compared by dtype and shape only.
+        facts: entries of the manifest.
 
     Args:
         world: this process.
         objects: by name.
-        per_rank: more of them, which each rank has of its own.
-        copy: whether to take what may change, and is written by this rank, in memory of its own.
+        per_rank: objects that differ between ranks, by name.
+        copy: whether to copy the state that this rank writes, because training continues during the
+            write.
 
     Raises:
-        TypeError: if an object holds what no checkpoint may: names it.
+        TypeError: an object, which the error names, cannot be loaded without running code.
     """
 
     def __init__(self, world: World, objects: _Named, per_rank: _Named, *, copy: bool) -> None:
@@ -57,7 +58,7 @@ class Snapshot:
             elif name not in values:
                 state = thing.state_dict()
             is_copied = copy and (world.is_main or name in per_rank)
-            with torch.no_grad():  # a copy has no history
+            with torch.no_grad():  # copies carry no autograd history
                 make = copies.of if is_copied else _plain_tensor
                 self.trees[name] = self._collect(state, make, name)
             _require_safe((name,), self.trees[name])
@@ -76,12 +77,12 @@ class Snapshot:
         }
 
     def _collect(self, tree: Any, make: Callable[[Tensor], Tensor], name: str) -> Any:
-        """Return a tree as it will be written.
+        """Return a copy of a tree for the file, and note its sharded tensors and texts.
 
         Args:
-            tree: which stays as it is.
-            make: returns what will be written of a tensor.
-            name: of the object.
+            tree: is not changed.
+            make: returns the tensor to write in place of a tensor.
+            name: the name of the object.
         """
 
         def take(at: KeyPath, leaf: Any) -> Any:
@@ -102,12 +103,12 @@ def _text_of(leaf: object, with_bits: bool) -> str:  # noqa: FBT001  # of one ca
         bits = with_bits and not is_sharded(leaf)
         digest = f", SHA-256 {sha256_of([('', leaf)])[:16]}…" if bits else ""
         return f"a {type(leaf).__name__} of {leaf.dtype}, shape {tuple(leaf.shape)}{digest}"
-    # The order of a set is not the same in every process.
+    # The order of a set differs between processes.
     return repr(sorted(map(repr, leaf)) if isinstance(leaf, set) else leaf)
 
 
 def check_stateful(objects: Mapping[str, object]) -> None:
-    """Raise for what has no state to be restored."""
+    """Raise a `TypeError` for an object without a state to restore."""
     for name, thing in objects.items():
         if not _is_stateful(thing):
             raise TypeError(
@@ -117,42 +118,42 @@ def check_stateful(objects: Mapping[str, object]) -> None:
 
 
 def _is_stateful(thing: object) -> bool:
-    """Whether a thing has a state of its own; the others are values."""
+    """Whether an object has a state; all others are values."""
     return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
 
 
 class HostCopies:
-    """Makes copies of tensors, on the CPU: one of those that are one."""
+    """Copies tensors to the CPU; views of one memory share one copy."""
 
     def __init__(self) -> None:
         self._copies: dict[Any, tuple[Tensor, Tensor]] = {}
         self._gpus: set[torch.device] = set()
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return a copy, for which `wait` waits."""
+        """Return a copy; a copy from a GPU is complete after `wait`."""
         if tensor.layout != torch.strided:
             return tensor.to("cpu", copy=True)
         view = tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
         key = (tensor.data_ptr(), *view, tensor.dtype, tensor.device)
         if key not in self._copies:
-            if has_streams(tensor.device):  # into pinned memory, several times as fast
+            if has_streams(tensor.device):  # a copy to pinned memory is several times as fast
                 self._gpus.add(tensor.device)
                 copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
                 copy.copy_(tensor, non_blocking=True)
             else:
                 copy = tensor.clone() if tensor.is_cpu else tensor.cpu()
-            self._copies[key] = tensor, copy  # held, so that its memory is no other's
+            self._copies[key] = tensor, copy  # held, so that its memory is not reused
         return self._copies[key][1]
 
     def wait(self) -> None:
-        """Wait until all copies are there."""
-        # Each runs on the stream of now of the GPU that it comes from, whichever GPU is current.
+        """Wait until all copies are complete."""
+        # Each copy runs on the current stream of its GPU, which need not be the current device.
         for gpu in self._gpus:
             torch.get_device_module(gpu).current_stream(gpu).synchronize()
 
 
 def _plain_tensor(tensor: Tensor) -> Tensor:
-    """Return a tensor without history, and without the memory around it, which would be saved."""
+    """Return a detached tensor, cloned if it views larger memory, all of which would be saved."""
     plain = tensor.detach()
     is_part = plain.layout == torch.strided and plain.untyped_storage().nbytes() > plain.nbytes
     return plain.clone() if is_part else plain
@@ -163,13 +164,13 @@ def _copied(_: KeyPath, leaf: Any) -> Any:
 
 
 def _require_safe(path: KeyPath, part: Any) -> None:
-    """Raise for what could be written and not be read again without running code.
+    """Raise a `TypeError` if `part` could be loaded only by running code.
 
     Raises:
-        TypeError: names it.
+        TypeError: the error names the innermost such part.
     """
-    # Asking PyTorch itself, which knows what the user has allowed in addition to its own.
-    # Of tensors only those of classes that need not be known to it.
+    # PyTorch decides, because the user may have allowed more classes (`add_safe_globals`). Plain
+    # tensors are left out: they always load.
     without = map_with_path(
         part, lambda _, x: None if type(x) is Tensor else x, is_leaf=is_custom_container
     )
@@ -178,10 +179,10 @@ def _require_safe(path: KeyPath, part: Any) -> None:
         torch.save(without, file)
         file.seek(0)
         torch.load(file, weights_only=True)
-    except Exception as error:  # whatever the user's own pickling raises
+    except Exception as error:  # pickling of the user's classes may raise anything
         inner = without.items() if isinstance(without, dict) else ()
         for key, each in enumerate(without) if type(without) in (list, tuple) else inner:
-            _require_safe((*path, key), each)  # raises if the fault is in it alone
+            _require_safe((*path, key), each)  # raises if this item is the cause
         text = textwrap.shorten(repr(part), 100)
         raise TypeError(
             f"what is saved must be tensors, numbers, strings, and dicts, lists and tuples of "

@@ -130,7 +130,7 @@ class LoadedCheckpoint(NamedTuple):
             _log.warning(text, names, processes, world.size, ranks=[0])
 
     def trees_of(self, things: Mapping[str, Any], values: list[str], templates: Templates) -> Any:
-        """Return the trees of things and values: weights mapped, the others copied. Collective."""
+        """Return the states of `things` and the `values`, all copied but weights. Collective."""
         names = [*things, *values]
         sharded = [at for at in self.sharded if at[0] in names]
         # A model's tensor has the path of the parameter, an optimizer's the path of the parameter's

@@ -1,4 +1,4 @@
-"""Values as they are, of all ranks or of rank 0, to all; what is no tensor is pickled."""
+"""Gather the values of all ranks, or broadcast rank 0's; anything but tensors is pickled."""
 
 import io
 import math
@@ -73,7 +73,7 @@ def all_gather(value: _T, *, differentiable: bool = False) -> list[_T]:
 
 
 class _DifferentiableAllGather(torch.autograd.Function):
-    """Tensors of all ranks, whose gradients go to the ranks that have them."""
+    """An all-gather whose backward sums the gradients of each rank's tensor over all ranks."""
 
     @staticmethod
     def forward(ctx: Any, checked: CheckedCollective, of_ranks: Any, leaf: Tensor) -> Any:
@@ -90,7 +90,8 @@ class _DifferentiableAllGather(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         local = gradients[ctx.world.rank]
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        flat = flat.to(torch.promote_types(flat.dtype, torch.float32))  # a sum of halves rounds
+        # A sum in 16 bits would round.
+        flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
         if ctx.world.size > 1:
             with explain_comm_errors("all_gather (backward)"):
                 dist.all_reduce(flat, group=ctx.group)
@@ -122,7 +123,7 @@ def broadcast(value: _T) -> _T:
 
 
 def broadcast_bytes(call: str, make: Callable[[], bytearray]) -> bytearray:
-    """Return what `make` returns on rank 0; what it raises is raised on every rank. Collective."""
+    """Return rank 0's bytes from `make`; every rank raises an error of `make`. Collective."""
     checked = CheckedCollective(call, dict, str)
     data = checked.capture(make, bytearray())
     with explain_comm_errors(call):
@@ -136,7 +137,7 @@ def broadcast_bytes(call: str, make: Callable[[], bytearray]) -> bytearray:
 def gather_to_rank_zero(world: World, value: _T, group: Any = None) -> list[_T]:
     """Return the small `value` of every rank on rank 0, and nothing on the others. Collective.
 
-    torch's ``gather_object`` needs NumPy.
+    torch's ``gather_object`` would need NumPy.
     """
     if world.size == 1:
         return [value]
@@ -152,14 +153,14 @@ def gather_to_rank_zero(world: World, value: _T, group: Any = None) -> list[_T]:
 
 
 def serialize(value: object) -> bytearray:
-    """Return `value` in bytes; fail here, with the cause, if other ranks could not read it."""
+    """Return `value` as bytes; raise on this rank if other ranks could not deserialize them."""
     torch.save(value, buffer := io.BytesIO())
     deserialize(data := bytearray(buffer.getbuffer()))
     return data
 
 
 def deserialize(data: bytes | bytearray, device: object = "cpu") -> Any:
-    """Return what another rank pickled; what was on its GPU comes on `device`."""
+    """Return the value that another rank serialized, with its GPU tensors on `device`."""
 
     def location(storage: Any, where: str) -> Any:
         return default_restore_location(storage, where if where == "cpu" else str(device))
@@ -168,8 +169,8 @@ def deserialize(data: bytes | bytearray, device: object = "cpu") -> Any:
 
 
 def _gather(checked: CheckedCollective, parts: list[Tensor]) -> list[Any]:
-    """Return of each leaf those of all ranks."""
-    # What each rank brings: the rows of every leaf, then all bytes, padded to the longest.
+    """Return for each leaf a list of the leaves of all ranks."""
+    # First the number of rows of every leaf, then all bytes, padded to the longest rank's.
     rows = [len(part) if part.ndim else 1 for part in parts]
     wide = torch.tensor(rows, dtype=torch.int64, device=checked.device)
     size = checked.world.size
@@ -177,7 +178,7 @@ def _gather(checked: CheckedCollective, parts: list[Tensor]) -> list[Any]:
     row_bytes = [math.prod(part.shape[1:]) * part.element_size() for part in parts]
     sizes = [[n * b for n, b in zip(r, row_bytes, strict=True)] for r in all_rows]
     device = checked.world.device if any(checked.wire_dtypes) else checked.device
-    # Clones: one element of a column counts as contiguous, yet its stride forbids the view.
+    # Clones, because a column of one element counts as contiguous, and its stride forbids the view.
     flat = [p.reshape(-1).clone(memory_format=torch.contiguous_format) for p in parts]
     local = torch.cat([part.view(torch.uint8).to(device) for part in flat])
     padded = pad(local, (0, max(map(sum, sizes)) - len(local)))
@@ -195,7 +196,7 @@ def _has_gradient(leaf: Any) -> bool:
 
 
 def _is_opaque(value: object) -> bool:
-    """Return whether there is no tensor in it, so that it is pickled as a whole."""
+    """Return whether `value` holds no tensor, so that it is pickled."""
     return not any(isinstance(leaf, Tensor) for _, leaf in leaves_with_path(value))
 
 
@@ -208,7 +209,7 @@ def _text(leaf: Any) -> str:
 
 def _as_tensor(leaf: Any) -> Tensor:
     if isinstance(leaf, Tensor):
-        return leaf.detach().resolve_neg()  # a lazy minus sign is not in the bytes
+        return leaf.detach().resolve_neg()  # the bytes of a lazily negated tensor lack the sign
     return torch.frombuffer(serialize(leaf), dtype=torch.uint8)
 
 
@@ -216,12 +217,12 @@ def _from_bytes(leaf: Any, part: Tensor, rows: int, data: Tensor) -> Any:
     if not isinstance(leaf, Tensor):
         return deserialize(bytes_of(data))
     shape = (rows, *part.shape[1:]) if part.ndim else ()
-    # A copy: a view may begin where an element of this dtype may not.
+    # A copy, because the slice need not be aligned for this dtype.
     return data.clone().view(part.dtype).view(shape).to(part.device)
 
 
 def _stack_from_ranks(flat: Tensor, size: int, group: Any) -> Tensor:
-    """Stack the vectors, of one length, of all ranks."""
+    """Gather a vector of the same length from each rank; the result has shape (size, length)."""
     if size == 1:
         return flat[None]
     stacked = [torch.empty_like(flat) for _ in range(size)]

@@ -119,7 +119,7 @@ def all_reduce_min(value: _T) -> _T:
 
 
 def _exactly(call: str, value: _T, op: Any) -> _T:
-    """Reduce `value` so that whole numbers stay whole."""
+    """Reduce `value`; integers stay integers."""
     checked = CheckedCollective(call, lambda: numbers_of(value), shape_text, exact=True)
     with explain_comm_errors(call):
         _, reduced = _reduce(checked, 1, op)
@@ -127,7 +127,7 @@ def _exactly(call: str, value: _T, op: Any) -> _T:
 
 
 def _reduce(checked: CheckedCollective, weight: float, op: Any = _SUM) -> tuple[float, list[Any]]:
-    """Return the sum of the weights, and each leaf, times its weight, reduced over all ranks."""
+    """Return the sum of the weights, and each leaf times this rank's weight, reduced over ranks."""
     packed: dict[Any, Values] = {}
 
     def in_header(wire: Any) -> bool:
@@ -152,7 +152,7 @@ def _reduce(checked: CheckedCollective, weight: float, op: Any = _SUM) -> tuple[
 
 
 def unflatten_like(flat: Tensor, leaves: list[Leaf]) -> list[Tensor]:
-    """Return the front of a vector in the shapes of leaves."""
+    """Split the front of a vector into tensors of the shapes of `leaves`."""
     shapes = [getattr(leaf, "shape", torch.Size()) for leaf in leaves]
     sizes = [shape.numel() for shape in shapes]
     parts = flat[: sum(sizes)].split(sizes)
@@ -160,33 +160,34 @@ def unflatten_like(flat: Tensor, leaves: list[Leaf]) -> list[Tensor]:
 
 
 def _flatten(checked: CheckedCollective, wire: Any, weight: float) -> Values:
-    """Return all that travels in this way, times `weight`."""
+    """Return all leaves with the wire dtype `wire` in one vector, times `weight`."""
     parts, dtype, device = checked.leaves_with(wire), wire, checked.world.device
     if wire is None:
         parts = [part.cpu() if isinstance(part, Tensor) else part for part in parts]
         for part in filter(_is_integer_kind, parts if checked.exact else []):
             _require_exact(part)
-        # 0 * NaN is NaN: what does not count is not multiplied.
+        # 0 * NaN is NaN, so values with weight 0 are not multiplied.
         if not any(getattr(part, "ndim", 0) for part in parts):
-            # Not float of a tensor, which warns of one with a gradient.
+            # Not `float` of a tensor, which warns if it requires a gradient.
             numbers = [part.item() if isinstance(part, Tensor) else part for part in parts]
             return [float(number) * weight if weight else 0.0 for number in numbers]
         dtype, device = torch.float64, checked.device
-    # The dtype at once: a float would become a float32 first.
+    # With `dtype`, because a Python float would become float32 first.
     wide = [torch.as_tensor(part, dtype=dtype, device=device) for part in parts]
     flat = torch.cat([part.detach().reshape(-1) for part in wide])
     return flat.mul_(weight) if weight else flat.zero_()
 
 
 def _all_reduce_flat(checked: CheckedCollective, values: Values, op: Any) -> Tensor:
-    """Reduce what all ranks are known to have, in a collective of its own."""
+    """Reduce a vector in a collective of its own; all ranks have agreed on its length."""
     flat = checked.vector(values) if isinstance(values, list) else values
     if checked.world.size == 1 or not len(flat):
         return flat
     if op == _SUM or not flat.is_floating_point():
         dist.all_reduce(flat, op, group=checked.group(flat))
         return flat
-    # What a backend makes of NaN depends on the order of ranks, so it travels next to the numbers.
+    # MIN and MAX of NaN depend on the backend and the order of ranks, so a flag for NaN is reduced
+    # next to each number.
     sign = 1 if op == dist.ReduceOp.MAX else -1
     is_nan = flat.isnan()
     both = torch.cat([flat.masked_fill(is_nan, -sign * math.inf), sign * is_nan])
@@ -195,19 +196,20 @@ def _all_reduce_flat(checked: CheckedCollective, values: Values, op: Any) -> Ten
 
 
 def cast_like(leaf: Leaf, value: Tensor | float, dtype: torch.dtype | None = None) -> Leaf:
-    """Return `value` as a float, or as a new tensor if `leaf` is one, of its dtype if of floats."""
+    """Return `value` as a float, or as a tensor if `leaf` is one, of its floating dtype."""
     if not isinstance(leaf, Tensor):
         return float(value)
     kind = leaf.dtype if leaf.is_floating_point() else dtype or torch.get_default_dtype()
     if isinstance(value, Tensor):
         return value.to(leaf.device, kind, copy=True)
-    return torch.full((), value, dtype=kind, device=leaf.device)  # half of torch.tensor's time
+    # Takes half the time of torch.tensor.
+    return torch.full((), value, dtype=kind, device=leaf.device)
 
 
 def _cast_exactly(leaf: Leaf, total: Tensor | float) -> Leaf:
-    """Return `total` as the kind of number that `leaf` is, unless that would change its value."""
-    # A fraction if a float was on another rank; else int64 as torch.sum, for a sum of uint8 is
-    # soon beyond 255.
+    """Return `total` in the type of `leaf`, unless that would change its value."""
+    # A fraction, if the leaf is a float on another rank. Otherwise int64, as with torch.sum,
+    # because uint8 would overflow.
     if not _is_integer_kind(leaf) or not _is_integral(total):
         return cast_like(leaf, total, torch.float64)
     return cast_like(leaf, total, torch.int64) if isinstance(leaf, Tensor) else int(total)
@@ -218,9 +220,9 @@ def _is_integer_kind(leaf: Leaf) -> bool:
 
 
 def _is_integral(total: Tensor | float) -> bool:
-    if isinstance(total, Tensor) and total.dtype == torch.int64:  # it travelled apart
+    if isinstance(total, Tensor) and total.dtype == torch.int64:  # reduced as int64
         return True
-    # Where it is not, a float was elsewhere. The fraction of infinity is NaN.
+    # A fraction comes from a float on another rank. The fraction of infinity is NaN.
     integral = bool((total.frac() == 0).all()) if isinstance(total, Tensor) else total.is_integer()
     if integral:
         _require_exact(total)
@@ -228,8 +230,8 @@ def _is_integral(total: Tensor | float) -> bool:
 
 
 def _require_exact(number: Leaf) -> None:
-    # A large number may be gone from the sum again, and what it rounded away with it. 2**53 itself
-    # may be what 2**53 + 1 was rounded to.
+    # Each number is checked, because a large one may cancel in the sum after it has rounded others
+    # away. 2**53 itself may be a rounded 2**53 + 1.
     if isinstance(number, Tensor):
         number = float(number.double().abs().max()) if number.numel() else 0
     if abs(number) >= _EXACT:
@@ -252,8 +254,8 @@ def checked_weight(weight: object, name: str = "weight") -> float:
 
 
 def shape_text(leaf: Leaf) -> str:
-    """Return what must be the same on every rank."""
-    # A number and a tensor without dimensions are the same, and so are all dtypes.
+    """Return a text of the shape, which must be equal on all ranks."""
+    # A number equals a tensor without dimensions. Dtypes may differ.
     if isinstance(leaf, Tensor) and leaf.ndim:
         return "x".join(map(str, leaf.shape))
     return "number"

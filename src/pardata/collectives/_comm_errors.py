@@ -1,8 +1,8 @@
-"""A collective that fails raises an error that says which rank failed, or did not come.
+"""Turns a backend's "connection closed" or timeout into an error that names the failed rank.
 
 All of this runs after an error, so a collective that succeeds costs nothing more. A rank that fails
-leaves its exception under one key of the store, where the first one stays. A rank whose collective
-lost a connection or timed out reads it. It also reports its call, so that the ranks without such a
+writes its exception to one key of the store, unless another rank has. A rank whose collective lost
+a connection or timed out reads that key. It also reports its call, so that the ranks without a
 report can be named.
 """
 
@@ -22,17 +22,18 @@ from pardata.store._remote_error import RemoteError, is_peer_failure, is_timeout
 from pardata.store._round import missing_ranks_text
 
 _FAILURE = "failure"
-_PATIENCE = timedelta(seconds=2)  # after a timeout the ranks fail as far apart as they came
+# After a timeout ranks fail at different moments, as they entered the collective.
+_PATIENCE = timedelta(seconds=2)
 
 
 def report_failure(client: StoreClient, error: RemoteError) -> RemoteError:
-    """Leave `error` as the failure of the run, unless another rank has left one; return that."""
+    """Write `error` as the failure of the run unless there is one; return the stored one."""
     text = json.dumps(asdict(error))
     return RemoteError(**json.loads(client.request(lambda store: set_once(store, _FAILURE, text))))
 
 
 def first_failure(client: StoreClient, patience: timedelta) -> RemoteError | None:
-    """Return the failure of the run, if one comes in time."""
+    """Return the failure of the run, or None if none is stored within `patience`."""
 
     def read(store: dist.Store) -> RemoteError | None:
         deadline = time.monotonic() + patience.total_seconds()
@@ -46,13 +47,13 @@ def first_failure(client: StoreClient, patience: timedelta) -> RemoteError | Non
 
 
 class explain_comm_errors:  # noqa: N801  # a context manager, as `suppress`
-    """A block in which an error of the backend becomes one that names call, step and ranks.
+    """Context manager: replaces a backend's error by one that names call, step and ranks.
 
-    Costs two looks at the clock if nothing fails. A class takes less time than a generator.
+    It reads the clock twice if nothing fails. A class takes less time than a generator.
 
     Args:
         call: the name of the call.
-        batch: its epoch and step, if it has them, are in the error.
+        batch: the error names its epoch and step, if it has them.
     """
 
     def __init__(self, call: str, batch: object = None) -> None:
@@ -68,7 +69,7 @@ class explain_comm_errors:  # noqa: N801  # a context manager, as `suppress`
         if error is None or is_single_process() or not is_peer_failure(error):
             return
         better = None
-        with suppress(Exception):  # whatever goes wrong here, the first error is not lost
+        with suppress(Exception):  # the first error is raised whatever happens here
             better = self._explained(error)
         if better is not None:
             raise better from error
@@ -93,7 +94,7 @@ class explain_comm_errors:  # noqa: N801  # a context manager, as `suppress`
 
 
 def _diagnosis(client: StoreClient, call: str) -> str:
-    """Say which rank failed, or did not come; report that this rank's `call` did."""
+    """Return which rank failed, or did not come; report this rank's `call`."""
     report = json.dumps([client.rank, call])
     client.request(lambda store: append(store, "reports", report))
     if (first := first_failure(client, _PATIENCE)) is not None:

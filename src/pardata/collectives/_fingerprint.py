@@ -1,8 +1,8 @@
-"""An all-reduce that first compares what the ranks pass, by a fingerprint of its structure.
+"""An all-reduce that first compares the structures of the ranks' values by a fingerprint.
 
-gloo left to itself returns wrong numbers, or ends the process, if sizes differ between ranks; other
-backends hang or continue. So the first collective always has one fixed size, and carries hashes of
-the structure together with the first numbers. Only if all ranks agree, they send more.
+If sizes differ between ranks, gloo returns wrong numbers or ends the process, and other backends
+hang or continue. So the first collective, the header, has a fixed size. It carries hashes of the
+structure and the first numbers. Ranks send more only if the hashes agree.
 """
 
 import functools
@@ -26,7 +26,7 @@ from pardata.store._round import exchange, raise_if_different
 
 _T = TypeVar("_T")
 
-# Slots of the header, of float64: hashes, their squares (or negatives), numbers.
+# Slots of the header, float64 of shape (64,): 3 hashes, their squares (or negatives), 58 numbers.
 _HEADER = 64
 _HASHES = 3
 _FIRST = 2 * _HASHES
@@ -36,22 +36,22 @@ _MAX = dist.ReduceOp.MAX
 # A dense tensor or a real number (a bool and a NumPy scalar are numbers).
 Leaf: TypeAlias = Tensor | float
 
-# Waits for the least and the most of each number of a collective.
+# Waits for the minimum and maximum over all ranks of each number of a collective.
 WaitMinMax: TypeAlias = Callable[[], list[tuple[int, int]]]
 
-# What is summed: single numbers in a list, which takes less time, anything else in a vector.
+# Values to reduce: a list of numbers, which takes less time, or a vector if there are tensors.
 Values: TypeAlias = list[float] | Tensor
 
 
 class CheckedCollective:
-    """The leaves of this rank's value, and an all-reduce that compares them with the others'.
+    """The leaves of this rank's value, and an all-reduce that first compares their structure.
 
     Attributes:
-        world: this rank.
-        device: where the header is reduced: on the CPU wherever the world reduces there, so that
-            nobody who reads it waits for a GPU.
-        exact: whether whole numbers stay whole.
-        leaves: what the value is made of.
+        world: the world of this process.
+        device: the device of the header: the CPU if the group reduces there, so that reading it
+            waits for no GPU.
+        exact: whether integers stay integers.
+        leaves: the leaves of the value.
         wire_dtypes: of each leaf the dtype in which the accelerator's backend reduces it; None for
             one that is reduced on the CPU.
     """
@@ -66,7 +66,7 @@ class CheckedCollective:
     ) -> None:
         check_allowed(call)
         self.world, self._call, self.exact = require_world(call), call, exact
-        # Chosen from the world and never from the values: ranks could be of two minds.
+        # Chosen by the world, which is the same on all ranks, and not by the values.
         self._group, self.device = cpu_group_and_device(self.world)
         self._error: Exception | None = None
         found = self.capture(find, {})
@@ -76,17 +76,18 @@ class CheckedCollective:
         self.wire_dtypes = [self._wire_dtype(leaf) if on_wire else None for leaf in self.leaves]
 
     def capture(self, work: Callable[[], Any], otherwise: Any) -> Any:
-        """Return what `work` returns; if it fails, `all_reduce` raises that, on every rank."""
+        """Return ``work()``, or `otherwise` if it raises; then `all_reduce` raises on all ranks."""
         try:
             return work()
-        except Exception as error:  # noqa: BLE001  # whatever it is, the other ranks are waiting
+        except Exception as error:  # noqa: BLE001  # the other ranks wait
             self._error = self._error or error
             return otherwise
 
     def all_reduce(self, pack: Callable[[], list[float]]) -> list[float]:
-        """Return the sums of what `pack` returns, at most `PAYLOAD_SLOTS` numbers, over all ranks.
+        """Return the sums over ranks of the numbers of ``pack()``, at most `PAYLOAD_SLOTS`.
 
-        Where a leaf is on a GPU on some ranks only, nothing travels apart: `pack` is called again.
+        If a leaf is on a GPU on some ranks only, all leaves go to the CPU, and `pack` is called
+        again.
 
         Raises:
             RuntimeError: on every rank, if one refused its value or the structures differ; the
@@ -102,9 +103,9 @@ class CheckedCollective:
         return sums if before is self.wire_dtypes else self.all_reduce(pack)
 
     def start(self, numbers: list[float], *, later: bool = True) -> Callable[[], list[float]]:
-        """Begin to sum a few numbers over all ranks, and return what waits for the sums.
+        """Start to sum a few numbers over all ranks; return a function that waits for the sums.
 
-        That raises as `all_reduce` does. It must be called once, on every rank.
+        The function raises as `all_reduce` does, and must be called once on every rank.
         """
         wait = self._reduced([*self._fingerprint(), *numbers], dist.ReduceOp.SUM, later=later)
 
@@ -112,15 +113,15 @@ class CheckedCollective:
             back = wait()
             if not fingerprints_match(back[:_FIRST], self.world.size):
                 self._raise_mismatch()
-                self.wire_dtypes = [None] * len(self.leaves)  # they differ in these alone
+                self.wire_dtypes = [None] * len(self.leaves)  # only these differ
             return back[_FIRST : _FIRST + len(numbers)]
 
         return sums
 
     def start_min_max(self, numbers: Sequence[int]) -> WaitMinMax:
-        """Begin to compare integers below 2**53; return what waits for the least and the most."""
+        """Start a MIN and MAX all-reduce of integers below 2**53; return a function that waits."""
         signed = [*self._fingerprint()[:_HASHES], *numbers]
-        # The least of a number is the most of its negative.
+        # min(x) = -max(-x), so one MAX all-reduce returns both.
         both = [sign * number for number in signed for sign in (1, -1)]
         wait = self._reduced(both, _MAX, later=True)
 
@@ -137,7 +138,7 @@ class CheckedCollective:
         return least_and_most
 
     def _fingerprint(self) -> list[int]:
-        # A rank that refused takes part all the same, with a structure that nobody shares.
+        # A rank with an error takes part, with a fingerprint that differs from all others.
         refused = None if self._error is None else self.world.rank
         text = f"{self._call} {self._paths} {self._kinds} {self.wire_dtypes} {refused}"
         return fingerprint_slots(text, self.world.size)
@@ -145,9 +146,10 @@ class CheckedCollective:
     def _reduced(
         self, numbers: Sequence[float], op: Any, *, later: bool
     ) -> Callable[[], list[float]]:
-        """Begin the all-reduce, always of as many numbers; return what waits for them."""
+        """Start the all-reduce of the header, of shape (64,); return a function that waits."""
         sent = array("d", [*numbers, *[0.0] * (_HEADER - len(numbers))])
-        header = torch.frombuffer(sent, dtype=torch.float64).to(self.device)  # faster than tensor
+        # Faster than torch.tensor.
+        header = torch.frombuffer(sent, dtype=torch.float64).to(self.device)
         work: Any = None
         if self.world.size > 1:
             work = dist.all_reduce(header, op, group=self._group, async_op=later)
@@ -161,25 +163,25 @@ class CheckedCollective:
         return reduced
 
     def _raise_mismatch(self) -> None:
-        """Raise on every rank, with a table of the calls or of the structures in which they are."""
+        """Raise on every rank, with a table of the calls or structures of the ranks."""
         cure = "Make the same call with the same structure on every rank."
         differ = functools.partial(raise_if_different, self._call, cure=cure)
         exchange(store_client(), self._call, lambda: {"structure": self._facts()}, differ)
 
     def group(self, tensor: Tensor) -> Any:
-        """Return the process group that takes `tensor`, once all ranks are known to agree."""
+        """Return the process group that reduces `tensor`."""
         return self._group if tensor.device == self.device else None
 
     def leaves_with(self, way: torch.dtype | None) -> list[Leaf]:
-        """Return the leaves that travel in this way."""
+        """Return the leaves with this wire dtype."""
         return [leaf for leaf, one in zip(self.leaves, self.wire_dtypes, strict=True) if one is way]
 
     def vector(self, numbers: list[float]) -> Tensor:
-        """Return numbers as they travel."""
+        """Return numbers as a float64 vector on the device of the header."""
         return torch.tensor(numbers, dtype=torch.float64, device=self.device)
 
     def rebuilt(self, value: _T, replacements: Iterable[Any], is_leaf: Any = None) -> _T:
-        """Return a value like this rank's, of other leaves."""
+        """Return a value of the structure of `value` with other leaves."""
         found = dict(zip(self._paths, replacements, strict=True))
         result: _T = map_with_path(value, lambda path, _: found[path], is_leaf=is_leaf)
         return result
@@ -204,13 +206,13 @@ def numbers_of(value: object) -> dict[KeyPath, Any]:
     """Return the leaves of `value` by their paths, in the same order on every rank.
 
     Raises:
-        TypeError: for a leaf that is no number, naming its path, as ``value['loss'][2]``.
+        TypeError: a leaf is no number; the error names its path, as ``value['loss'][2]``.
     """
     return {path: number_of(leaf, path) for path, leaf in leaves_with_path(value, by_text=True)}
 
 
 def number_of(leaf: Any, path: KeyPath, name: str = "value") -> Leaf:
-    """Return a leaf that is a number; see `numbers_of`."""
+    """Return `leaf` if it is a number or a dense tensor; see `numbers_of`."""
     # By exact type first: metrics are reduced often, and an abstract class takes a microsecond.
     if type(leaf) is float or type(leaf) is int:
         return leaf
@@ -222,18 +224,18 @@ def number_of(leaf: Any, path: KeyPath, name: str = "value") -> Leaf:
             return leaf
     else:
         if getattr(leaf, "ndim", None) == 0 and hasattr(leaf, "item"):
-            leaf = leaf.item()  # a scalar of NumPy's, whose bool is no Real
+            leaf = leaf.item()  # NumPy's bool is no Real
         if isinstance(leaf, Real):
-            return leaf  # type: ignore[return-value]  # Real is what numbers have in common
+            return leaf  # type: ignore[return-value]  # Real is the base class of numbers
         must, but = "a number or a tensor", f"{reprlib.repr(leaf)} ({type(leaf).__name__})"
     raise TypeError(f"`{keystr(name, path)}` must be {must}, but is {but}")
 
 
-@functools.lru_cache(maxsize=64)  # a training loop reduces the same few structures
+@functools.lru_cache(maxsize=64)  # a training loop repeats the same few texts
 def fingerprint_slots(text: str, size: int) -> list[int]:
-    """Return hashes of `text` and then their squares, whose sums tell whether all ranks agree.
+    """Return 3 hashes of `text` and their 3 squares; their sums show whether all ranks agree.
 
-    They are so small that float64 adds the squares of all ranks without rounding.
+    The hashes have so few bits that float64 adds the squares of all ranks without rounding.
     """
     bits = min(20, (53 - (size - 1).bit_length()) // 2)
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little")
@@ -242,10 +244,10 @@ def fingerprint_slots(text: str, size: int) -> list[int]:
 
 
 def fingerprints_match(sums: Sequence[float], size: int) -> bool:
-    """Decide from the sums of all ranks' `fingerprint_slots` whether they are of the same text.
+    """Return whether the sums of all ranks' `fingerprint_slots` come from one text.
 
-    By Cauchy and Schwarz, W times the sum of squares is the square of the sum exactly if all
-    terms are equal. In integers, so without rounding.
+    Cauchy-Schwarz: for W ranks, W·Σh² = (Σh)² exactly if all h are equal. Computed in integers,
+    without rounding.
     """
     half = len(sums) // 2
     pairs = zip(sums[:half], sums[half:], strict=True)

@@ -1,4 +1,4 @@
-"""A run that is asked to stop, and stops on all ranks at the same step."""
+"""Stop a run on a signal, on all ranks at the same step."""
 
 import signal
 import threading
@@ -12,9 +12,10 @@ from pardata.environment._world import require_world
 
 _log = get_logger(__name__)
 
-# SLURM sends what --signal says, by custom SIGUSR2: backends may catch SIGUSR1.
+# SLURM sends the signal of --signal, usually SIGUSR2, because backends may catch SIGUSR1.
 _DEFAULT = signal.SIGTERM, signal.SIGUSR2
-# SLURM sends SIGTERM twice at a time limit, and torchrun repeats what SLURM sends to its ranks too.
+# SLURM sends SIGTERM twice at a time limit, and torchrun repeats a signal that its ranks got from
+# SLURM.
 _REPEATED_WITHIN = 1.0  # seconds; on the cluster of the tests it took 4 to 20 milliseconds
 
 
@@ -43,7 +44,7 @@ class StopSignal:
         self._received: int | None = None
         self._agreed = False
         self._is_entered = False
-        self._sent: WaitMinMax | None = None  # whether any rank was asked
+        self._sent: WaitMinMax | None = None  # waits for the result of the last call
 
     @property
     def requested(self) -> bool:
@@ -86,7 +87,7 @@ class StopSignal:
         raise TypeError("a StopSignal must not be taken for True or False: call its `agreed()`")
 
     def _last_result(self) -> bool:
-        """Return what all ranks said at the call before."""
+        """Return whether any rank had a signal at the previous call."""
         if self._sent is None:
             return False
         least_and_most, self._sent = self._sent, None
@@ -106,9 +107,10 @@ class StopSignal:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if self._before and (self.requested or self._agreed):
-                # After the block they would end the process, in the middle of an asynchronous save.
+                # A repeated signal after the block would end the process during an asynchronous
+                # save.
                 time.sleep(_REPEATED_WITHIN)
-        finally:  # after Ctrl-C, as after all else
+        finally:  # also after Ctrl-C
             for number, handler in self._before.items():
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
             self._before = {}
@@ -116,11 +118,11 @@ class StopSignal:
             self._last_result()
 
     def _handle(self, number: int, _: FrameType | None) -> None:
-        # Nothing but this: the program may be anywhere.
+        # Nothing else, because a handler interrupts the program at any line.
         self._received = self._received or number
 
 
 def is_stop_signal(number: int) -> bool:
-    """Whether a signal may ask the run to stop: by custom, or because a `StopSignal` listens."""
+    """Whether a signal stops a run: a default of `StopSignal`, or one that a block handles."""
     listener = getattr(signal.getsignal(number), "__self__", None)
     return number in _DEFAULT or isinstance(listener, StopSignal)

@@ -16,20 +16,20 @@ from pardata.process_group._init import init
 from pardata.store._round import exchange
 from pardata.testing._run import run
 
-_TIMES_SMALL, _TIMES_LARGE = 200, 5  # how often a measure is taken
-_LARGE = 2**21  # numbers, 8 MiB: a hundredth of a second on one host, a second on 100 Mbit/s
-_LARGE_ON_GPU = 2**24  # 64 MiB: less does not fill the links between GPUs
+_TIMES_SMALL, _TIMES_LARGE = 200, 5  # repetitions of a measurement
+_LARGE = 2**21  # float32 numbers, 8 MiB: takes 0.01 s on one host, 1 s over 100 Mbit/s
+_LARGE_ON_GPU = 2**24  # 64 MiB, which is enough to saturate the links between GPUs
 
 
 def check(launch: LaunchInfo, timeout: float) -> list[Finding]:
-    """Try what training needs, on the processes of a launcher, or else on two; return what came.
+    """All-reduce and measure, on the processes of a launcher, or else on two; return the findings.
 
-    Collective under a launcher. Raises what goes wrong, on every rank.
+    Collective under a launcher. An error is raised on every rank.
     """
     if launch.size > 1:
         with init(timeout=timeout, tune_cpu=False) as world:
             return _smoke_test(world)
-    # On CPUs: to which process a GPU belongs is a launcher's task.
+    # On CPUs, because only a launcher assigns GPUs to processes.
     return run(_as_rank, world_size=2, timeout=timeout)[0]
 
 
@@ -50,7 +50,7 @@ def _smoke_test(world: World) -> list[Finding]:
         node = f"{socket.gethostname()}, node {world.node_rank}, local rank {world.local_rank}"
         return f"{node}, {world.device}, cores: {cpus_per_rank(world)}"
 
-    # What one rank raises, all do.
+    # An error on one rank is raised on all.
     places: list[str] = exchange(store_client(), "pardata check", describe, list)
     found += [Finding(f"rank {rank}", place) for rank, place in enumerate(places)]
     found.append(Finding("all-reduce", "correct"))
@@ -64,10 +64,10 @@ def _smoke_test(world: World) -> list[Finding]:
 
 
 def _median_seconds(tensor: Tensor, times: int) -> float:
-    """Return how long an all_reduce of `tensor` takes, after one that connects."""
+    """Return the median seconds of an all-reduce of `tensor`, after a first one, which connects."""
 
     def reduce() -> None:
         dist.all_reduce(tensor)
-        tensor[0].item()  # waits for a GPU
+        tensor[0].item()  # waits until a GPU is done
 
     return statistics.median(timeit.repeat(reduce, repeat=times + 1, number=1)[1:])

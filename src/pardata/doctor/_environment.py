@@ -18,13 +18,13 @@ from pardata.environment._version import __version__
 from pardata.environment._world import World, cpus_per_rank
 
 _GIB = 2**30
-_SHARED_MEMORY = "/dev/shm"  # noqa: S108  # where it is, not a temporary file
-_LEAST_SHARED_MEMORY = _GIB  # a container's default of 64 MB is used up by a few batches
-_FEWEST_FILES = 1024  # what most systems give; each tensor in flight from a worker takes one
+_SHARED_MEMORY = "/dev/shm"  # noqa: S108  # a mount point, no temporary file
+_LEAST_SHARED_MEMORY = _GIB  # a few batches fill a container's default of 64 MB
+_FEWEST_FILES = 1024  # the default of most systems; each tensor sent by a worker takes one
 
 
 class Finding(NamedTuple):
-    """What was looked at, what was seen, and the cure if it is not as it should be."""
+    """The result of one check, with a cure if something is wrong."""
 
     name: str
     text: str
@@ -32,7 +32,7 @@ class Finding(NamedTuple):
 
 
 def environment(launch: LaunchInfo, env: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield what this process finds around itself, as its launcher described it."""
+    """Yield the findings about this process's launcher, devices, limits and versions."""
     nodes = launch.num_nodes or -(-launch.size // launch.local_size)
     world = World(*launch[1:5], 0, nodes, torch.device("cpu"), None, launch.launcher)
     yield from (_launcher(launch, env), _gpus(), _cores(world))
@@ -74,9 +74,10 @@ def _cores(world: World) -> Finding:
 
 
 def shared_memory(total: int, free: int) -> Finding:
-    """Return whether so many bytes, of which so many are free, are enough for workers' batches."""
+    """Return the finding about shared memory of `total` bytes, of which `free` are free."""
     if free >= _LEAST_SHARED_MEMORY:
-        return Finding(_SHARED_MEMORY, f"{total / _GIB:.1f} GiB")  # what is free changes
+        # Without the free bytes, which change.
+        return Finding(_SHARED_MEMORY, f"{total / _GIB:.1f} GiB")
     cure = (
         "workers hand batches over there: start the container with --shm-size=8g or --ipc=host, "
         "remove what other runs have left there, or pass num_workers=0"

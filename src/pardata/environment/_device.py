@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-# ruff: noqa: SLF001  # process groups with public stores and options: pytorch/pytorch#151960
+# ruff: noqa: SLF001  # can go with public stores of groups: pytorch/pytorch#151960
 
-# By which a launcher, or a user, restricts what a process sees: of CUDA, ROCm, XPU and NPU.
+# The variables of CUDA, ROCm, XPU and NPU that restrict the visible devices.
 _VISIBILITY_VARIABLES = (
     *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
     *("ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES"),
@@ -25,7 +25,7 @@ _VISIBILITY_VARIABLES = (
 
 
 def visible_devices() -> list[torch.device]:
-    """Return the accelerators that torch sees: none on a machine with a CPU alone."""
+    """Return the accelerators that torch sees, an empty list on a machine without one."""
     if not torch.accelerator.is_available():
         return []
     found: Any = torch.accelerator.current_accelerator()
@@ -33,24 +33,24 @@ def visible_devices() -> list[torch.device]:
 
 
 def current_device(n: int) -> torch.device:
-    """Return the accelerator that is current, else number `n`: the first is also unchosen."""
+    """Return the current accelerator, or number `n` if the first one is current by default."""
     seen = visible_devices()
     of_kind = torch.get_device_module(seen[0])
-    # Where none is in use, to ask which one is current would begin to use it.
+    # `current_device` would initialise an accelerator that is not in use.
     in_use = hasattr(of_kind, "is_initialized") and of_kind.is_initialized()
     return seen[(of_kind.current_device() if in_use else 0) or (n if n < len(seen) else 0)]
 
 
 def has_streams(device: torch.device) -> bool:
-    """Return whether work runs there on streams next to the host, copies of pinned memory too."""
-    # On mps, which has streams from torch 2.15 on, a copy that nobody waits for reads what is gone:
+    """Return whether a device runs work, and copies of pinned memory, asynchronously on streams."""
+    # On mps, which has streams from torch 2.15 on, an asynchronous copy reads freed memory:
     # pytorch/pytorch#139550.
     has_none = device.type in ("cpu", "mps")
     return not has_none and hasattr(getattr(torch, device.type, None), "Stream")
 
 
 def properties_of(device: torch.device) -> Any:
-    """Return what an accelerator says of itself: name, total_memory, perhaps uuid."""
+    """Return the properties of an accelerator: name, total_memory, perhaps uuid."""
     of_kind: Any = torch.get_device_module(device)
     if device.type == "mps":
         return SimpleNamespace(name="mps", total_memory=of_kind.recommended_max_memory())
@@ -70,12 +70,12 @@ def visibility_variables() -> dict[str, str]:
 
 
 def undetected_gpus(root: Path = Path("/")) -> tuple[str, str] | None:
-    """Return that torch sees none of the GPUs that are here, and the cure, if that is so."""
+    """Return a text and its cure if torch sees none of the GPUs of this machine, else None."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")  # torch warns of a driver that is too old
         if visible_devices():
             return None
-    # The driver's folder is there in a container that was started without them, too.
+    # The driver's folder exists also in a container that was started without GPUs.
     found = len(list((root / "proc/driver/nvidia/gpus").glob("*")))
     if not found and not seen:
         return None
@@ -90,14 +90,14 @@ def undetected_gpus(root: Path = Path("/")) -> tuple[str, str] | None:
 
 
 def checked_device(device: Any) -> torch.device:
-    """Return the device that is meant, with its number: of "cuda" that of the current one.
+    """Return `device` with its index; without an index it is the current one.
 
     Raises:
-        RuntimeError: if there is none such on this machine.
+        RuntimeError: this machine has no such device.
     """
     try:
         return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError, TypeError) as error:  # they are torch's
+    except (RuntimeError, AssertionError, TypeError) as error:  # raised by torch
         why = str(error).partition("\n")[0]
         raise RuntimeError(
             f"`device` must be one that this machine has, but is {str(device)!r}: {why}"
@@ -105,16 +105,16 @@ def checked_device(device: Any) -> torch.device:
 
 
 def backend_for(device: torch.device) -> str:
-    """Return the backend of ranks that compute on such devices: torch's own, and gloo."""
+    """Return the default backend of ranks on such devices: torch's for the device, and gloo."""
     native = dist.Backend.default_device_backend_map.get(device.type, "gloo")
     return f"{device.type}:{native},cpu:gloo" if has_accelerator_backend(native) else "gloo"
 
 
 def check_supported(device: torch.device, backend: str | None) -> None:
-    """Refuse a device from which ranks cannot send.
+    """Raise if the backend cannot send from this device.
 
     Raises:
-        RuntimeError: says what can be done there.
+        RuntimeError: the backend does not support the device.
     """
     if not supports_device(backend, device.type):
         raise RuntimeError(
@@ -125,28 +125,29 @@ def check_supported(device: torch.device, backend: str | None) -> None:
 
 
 def has_accelerator_backend(backend: str | None) -> bool:
-    """Return whether a group with this backend has one that is for accelerators alone."""
+    """Return whether a part of this backend does not support the CPU."""
     return backend is not None and not all("cpu" in kinds for _, kinds in _parts(backend))
 
 
 def supports_device(backend: str | None, kind: str) -> bool:
-    """Return whether a group with this backend, if it is one, reduces tensors on such devices."""
+    """Return whether a group with this backend reduces tensors on devices of this type."""
     parts = _parts(backend or "gloo")
     return any(kind in kinds if only is None else kind == only for only, kinds in parts)
 
 
 def _parts(backend: str) -> Iterator[tuple[str | None, Collection[str]]]:
-    """Yield for which kind of devices each part of a backend is, if that is said, and could be."""
+    """Yield the device type of each part of a backend, if it names one, and the supported types."""
     for part in backend.split(","):
         kind, _, name = part.rpartition(":")
-        # One that torch does not know yet, as its package is not imported, may be for any.
+        # A third-party backend that is not registered yet is assumed to support the CPU and its
+        # device.
         yield kind or None, dist.Backend.backend_capability.get(name, ("cpu", kind))
 
 
 def has_cpu_backend_beside(backend: str | None, device: torch.device) -> bool:
-    """Return whether a group with this backend sends numbers on the CPU next to its gradients.
+    """Return whether the group has gloo for the CPU, separate from the backend of the gradients.
 
-    The gradients are of a model on `device`, whose own backend sends them; gloo sends the numbers.
+    The model is on `device`, whose backend reduces its gradients.
     """
     return (
         device.type != "cpu"
@@ -156,12 +157,13 @@ def has_cpu_backend_beside(backend: str | None, device: torch.device) -> bool:
 
 
 def new_gloo_group(timeout: timedelta | None = None) -> Any:
-    """Make a gloo group in addition to the default one, for what is on the CPU. Collective.
+    """Create a gloo group in addition to the default one, for tensors on the CPU. Collective.
 
-    Numbers must not meet gradients on one connection. gloo ends a process that is sent more than it
-    expects: that happens if a rank reduces a number and the others are in `backward`.
+    Small numbers and gradients need different connections. gloo ends a process that receives more
+    than it expects: if one rank reduces a number and the others are in `backward`.
     """
-    # Where the default group is bound to a device, torch asks each group for its backend there.
+    # If the default group is bound to a device, torch asks each group for its backend of that
+    # device.
     bound = getattr(dist.group.WORLD, "bound_device_id", None)
     backend = "gloo" if bound is None else f"cpu:gloo,{bound.type}:gloo"
     return dist.new_group(backend=backend, timeout=timeout)
@@ -173,12 +175,12 @@ def all_groups() -> list[Any]:
 
 
 def default_store() -> Any:
-    """Return the store of the default group, which may be somebody else's."""
+    """Return the store of the default group, whoever created the group."""
     return distributed_c10d._get_default_store()
 
 
 def broadcast_together(tensors: list[Tensor], group: Any = None) -> None:
-    """Set tensors to rank 0's, in messages of 250 MB: more would take as much memory again."""
+    """Broadcast rank 0's tensors, in messages of 250 MB, which bounds the extra memory."""
     target: Any = group or dist.group.WORLD
     dist._broadcast_coalesced(target, tensors, 250 * 2**20, 0)
 
@@ -205,7 +207,7 @@ def cpus_of_process() -> list[int]:
 
 
 def cgroup_cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """Return the cores that this container may use, if it is limited (cgroup version 2 or 1)."""
+    """Return the CPU quota of this container (cgroup version 2 or 1), None if it has no limit."""
     for files in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):
         with suppress(OSError):
             limit, period = " ".join((root / file).read_text() for file in files).split()

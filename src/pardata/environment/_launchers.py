@@ -1,8 +1,8 @@
-"""Which launcher started this process? A pure function of the environment variables.
+"""Detects the launcher that started this process: a pure function of the environment variables.
 
-Nothing here touches a process group, a socket or a device, so every rule is tested with a plain
-dictionary. Precedence: a complete torchrun set, Open MPI, a SLURM step, MPICH, a single process.
-Open MPI goes before SLURM because the SLURM variables under ``mpirun`` are those of its daemon.
+It touches no process group, socket or device, so tests pass plain dictionaries. Precedence: a
+complete torchrun set, Open MPI, a SLURM step, MPICH, a single process. Open MPI goes before SLURM
+because the SLURM variables under ``mpirun`` are those of its daemon.
 """
 
 import re
@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 
 Env: TypeAlias = Mapping[str, str]
 
-# Without the address, which users export for other launchers too.
+# Without MASTER_ADDR and MASTER_PORT, which users export for other launchers too.
 _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 TORCHRUN = (*_OF_TORCHRUN, "MASTER_ADDR", "MASTER_PORT")
 OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
@@ -24,7 +24,7 @@ _OPT_OUT = "set PARDATA_LAUNCHER=none to run as a single process"
 
 
 class LaunchInfo(NamedTuple):
-    """What a launcher told this process. ``None``: the launcher does not say."""
+    """The values from a launcher's variables; ``None`` if it has no such variable."""
 
     launcher: str
     rank: int
@@ -43,7 +43,7 @@ class LaunchInfo(NamedTuple):
 
     @property
     def launch_id(self) -> str:
-        """Tell this process of this run from every other: a subprocess inherits it unchanged."""
+        """A text that names this rank of this run. Subprocesses inherit it with the variables."""
         return f"{self.launcher}:{self.rank}/{self.size}@{self.endpoint}"
 
 
@@ -51,14 +51,14 @@ SINGLE = LaunchInfo("single", 0, 1, 0, 1, 0, 1, "", 0)
 
 
 class Launcher(NamedTuple):
-    """All that is known of a launcher.
+    """A launcher, its variables, and the functions that read them.
 
     Attributes:
-        name: in `World.launcher` and `PARDATA_LAUNCHER`; two launchers may share it.
-        variables: that it sets for each process, and `read` needs.
-        prefixes: beginnings of the names of all variables that it may set.
-        started: whether the variables are those of one of its processes.
-        read: makes a `LaunchInfo` of them.
+        name: the value of `World.launcher` and `PARDATA_LAUNCHER`; two launchers may share it.
+        variables: the variables that it sets for each process, and that `read` needs.
+        prefixes: prefixes of the names of all variables that it may set.
+        started: returns whether it started the process with these variables.
+        read: returns the `LaunchInfo`.
     """
 
     name: str
@@ -72,8 +72,8 @@ def detect_launch(env: Env) -> LaunchInfo:
     """Read the launcher's variables, or return ``SINGLE`` if none started this process.
 
     Raises:
-        ValueError: for a set that is partial, contradictory or not numeric, and for an unknown
-            ``PARDATA_LAUNCHER``; the message names the variable.
+        ValueError: variables are missing, contradictory or not numeric, or ``PARDATA_LAUNCHER`` is
+            unknown. The error names the variable.
     """
     launcher = select_launcher(env)
     if launcher is None:
@@ -84,7 +84,7 @@ def detect_launch(env: Env) -> LaunchInfo:
 
 
 def select_launcher(env: Env) -> Launcher | None:
-    """Return the launcher that is chosen, or else whose variables say "one of many"."""
+    """Return the launcher of `PARDATA_LAUNCHER`, else the first that started this process."""
     choice = env.get("PARDATA_LAUNCHER", "auto")
     choices = ("auto", *dict.fromkeys(launcher.name for launcher in LAUNCHERS), "none")
     if choice not in choices:
@@ -93,7 +93,7 @@ def select_launcher(env: Env) -> Launcher | None:
         )
     among = [launcher for launcher in LAUNCHERS if choice in ("auto", launcher.name)]
     found = [launcher for launcher in among if launcher.started(env)]
-    if choice == "auto":  # reading refuses a part of torchrun's own
+    if choice == "auto":  # `read` raises an error for a part of torchrun's variables
         among = LAUNCHERS[:1] if any(name in env for name in _OF_TORCHRUN) else []
     return next(iter(found or among), None)
 
@@ -113,7 +113,7 @@ def _is_slurms(env: Env) -> bool:
 
 
 def _is_mpichs(env: Env) -> bool:
-    # srun --mpi=pmi2 sets PMI_* in a step of one task: that is SLURM's, and a single process.
+    # srun --mpi=pmi2 sets PMI_* also in a SLURM step of one task, which is a single process.
     return any(name in env for name in MPICH) and "SLURM_STEP_ID" not in env
 
 
@@ -126,10 +126,10 @@ def _torchrun(env: Env) -> LaunchInfo:
 
 
 def _mpi(env: Env) -> LaunchInfo:
-    """Read the four variables that every MPI sets; the address it does not tell."""
+    """Read the ranks and sizes that every MPI sets; MPI sets no address."""
     if _is_open_mpis(env):
         names, who, option = OPEN_MPI, "Open MPI", "-x MASTER_ADDR=<host of rank 0>"
-        # The name space is new for each mpirun, so two runs on one host get two ports.
+        # Each mpirun has another namespace, so two runs on one host get two ports.
         port = 15000 + zlib.crc32(env.get("PMIX_NAMESPACE", "").encode()) % 10000
     else:
         names, who, option, port = MPICH, "MPICH", "-genv MASTER_ADDR <host of rank 0>", 29500
@@ -156,7 +156,7 @@ def _slurm(env: Env) -> LaunchInfo:
 
 
 def _tasks_at(node: int, text: str) -> tuple[int, int]:
-    """Return how many tasks a node has, and how many nodes there are: ``"2(x3),1"`` has 4."""
+    """Return the number of tasks of `node`, and of nodes: ``"2(x3),1"`` has 4 nodes."""
     tasks, nodes = 0, 0
     for item in text.split(","):
         match = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", item)
@@ -171,9 +171,9 @@ def first_host(text: str) -> str:
     """Return the first host of a SLURM node list: ``a03`` of ``"a[03-11,20],b2"``.
 
     Raises:
-        ValueError: if any of the text is no node list.
+        ValueError: the text is no node list.
     """
-    number = "[0-9]{1,18}"  # int() would take the digits of every script
+    number = "[0-9]{1,18}"  # int() would accept digits of any script
     item = f"{number}(?:-{number})?"
     entry = rf"(?:[^\[\],\s]|\[{item}(?:,{item})*\])+"
     if re.fullmatch(f"{entry}(?:,{entry})*", text) is None:
@@ -181,12 +181,12 @@ def first_host(text: str) -> str:
             f"a SLURM node list must look like 'a[1-3,7],b2', but is {text!r}: correct "
             f"`SLURM_STEP_NODELIST`, or {_OPT_OUT}"
         )
-    # The first number in each bracket, with its zeros.
+    # Replaces each bracket by its first number, with its leading zeros.
     return re.sub(r"\[([0-9]+).*?\]", r"\1", text).split(",", 1)[0]
 
 
 def _numbers(env: Env, names: tuple[str, ...], launcher: str) -> list[int]:
-    """Return the first four variables, numbers all, if none of `names` is missing."""
+    """Return the first four variables as integers; raise if any of `names` is missing."""
     present = [f"`{name}`" for name in names if env.get(name)]
     missing = [f"`{name}`" for name in names if not env.get(name)]
     if missing:
@@ -201,7 +201,7 @@ def _numbers(env: Env, names: tuple[str, ...], launcher: str) -> list[int]:
 def read_int(env: Env, name: str) -> int:
     """Return the variable `name` as a number, or raise a `ValueError` that shows it."""
     text = env.get(name, "")
-    # isascii: int() takes the digits of every script. 18 digits: more cannot be a count.
+    # `isascii`, because int() accepts digits of any script. More than 18 digits cannot be a count.
     if not (text.isascii() and text.isdecimal() and len(text) <= 18):
         raise ValueError(
             f"`{name}` must be a whole number, but is {text!r}: correct it, or {_OPT_OUT}"
@@ -210,7 +210,7 @@ def read_int(env: Env, name: str) -> int:
 
 
 def read_ints(env: Env, names: Iterable[str]) -> dict[str, int]:
-    """Return the numbers of those variables that are set."""
+    """Return the variables that are set, as integers."""
     return {name: read_int(env, name) for name in names if env.get(name)}
 
 
@@ -237,7 +237,7 @@ def _check_bounds(launch: LaunchInfo, launcher: Launcher) -> None:
 
 
 _TORCHRUNS = ("TORCHELASTIC_", "GROUP_", "NODE_RANK")
-# In the order in which they are looked for. What else needs to know a launcher asks this table.
+# In order of precedence.
 LAUNCHERS = [
     Launcher("torchrun", TORCHRUN, _TORCHRUNS, _is_torchruns, _torchrun),
     Launcher("mpi", OPEN_MPI, ("OMPI_", "PMIX_"), _is_open_mpis, _mpi),

@@ -1,4 +1,4 @@
-"""Rank-aware logging: a standard-library adapter, nothing configured."""
+"""Rank-aware logging: a `logging.LoggerAdapter` that configures nothing."""
 
 import logging
 import os
@@ -18,7 +18,7 @@ logged_once = set[tuple[str, int, str]]()
 class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]  # none before Python 3.11
     """A logger that knows its rank; made by `get_logger`."""
 
-    def log(  # type: ignore[override]  # the two arguments more are for callers who know them
+    def log(  # type: ignore[override]  # it has two more arguments
         self,
         level: int,
         msg: object,
@@ -34,17 +34,17 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]  # none befor
         if not _chosen(rank, level, ranks):
             return
         if once:
-            # Not formatted: what does not go together is logging's to report, and ends no run.
+            # Not formatted: `logging` reports arguments that do not fit, and raises nothing.
             key = (self.logger.name, level, f"{msg} {args!r}")
-            if key in logged_once:  # by whichever adapter
+            if key in logged_once:  # logged by any adapter
                 return
             logged_once.add(key)
         prefix = f"[{rank}/{size}] " if size > 1 else ""
         text = prefix + str(msg).replace("\n", "\n" + prefix)
-        # 2: past this frame, so that the record shows the caller's file and line.
+        # Plus 1, past this frame, so that the record shows the caller's file and line.
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
         tqdm = sys.modules.get("tqdm")
-        # A bar on the terminal makes room for the line, and is drawn again below it.
+        # tqdm clears its bar for the line, and draws it again below.
         with tqdm.tqdm.external_write_mode() if tqdm else nullcontext():
             self.logger.log(level, text, *args, **kwargs)
 
@@ -68,7 +68,7 @@ def get_logger(name: str) -> RankLogger:
 
 
 def flush_output() -> None:
-    """Flush what is printed before a process ends without the interpreter."""
+    """Flush stdout and stderr, before a call of `os._exit`."""
     for stream in filter(None, (sys.stdout, sys.stderr)):  # a daemon has none
         stream.flush()
 
@@ -79,7 +79,7 @@ def _chosen(rank: int, level: int, ranks: str | Iterable[int] | None) -> bool:
     if isinstance(ranks, str) and ranks == "all":
         return True
     chosen = [-1] if isinstance(ranks, str) or not isinstance(ranks, Iterable) else [*ranks]
-    # A rank that is not there may be there in a larger world.
+    # A rank above this world's size may exist in a larger world.
     if not all(isinstance(number, int) and number >= 0 for number in chosen):
         raise ValueError(f"`ranks` must be 'all' or a list of ranks, but is {ranks!r}")
     return rank in chosen
@@ -90,6 +90,6 @@ def _rank_and_size() -> tuple[int, int]:
         return dist.get_rank(), dist.get_world_size()
     try:
         launch = detect_launch(os.environ)
-    except ValueError:  # broken variables are `init`'s to report; a log line never fails
+    except ValueError:  # `init` reports invalid variables; a log line never fails
         return 0, 1
     return launch.rank, launch.size

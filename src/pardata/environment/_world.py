@@ -1,7 +1,7 @@
-"""The current world, and the state that `init` made.
+"""The current world, and the state that `init` creates.
 
-The state is valid for torch's default group at that time, and for this process. So it is not stale
-after somebody else destroyed the group, nor in a forked child.
+The state is valid for torch's default group at the time of `init`, and for this process. So it
+becomes invalid when the group is destroyed, and in a forked child.
 """
 
 import os
@@ -21,7 +21,8 @@ from pardata.environment._launchers import detect_launch, read_ints
 from pardata.environment._logger import get_logger
 from pardata.store._client import StoreClient
 
-_AtTheEnd = Callable[[BaseException | None], None]  # ``with init()`` tells it of the exception
+# Called at the end of ``with init()``, with its exception.
+_AtTheEnd = Callable[[BaseException | None], None]
 _CPU = torch.device("cpu")
 
 _log = get_logger(__name__)
@@ -75,19 +76,19 @@ class World(AbstractContextManager["World"]):
 
 @dataclass(eq=False)  # frozen or comparable it would take longer to import
 class GroupState:
-    """What `init` made or adopted.
+    """The group that `init` created or adopted, and its resources.
 
     Attributes:
-        world: this process in it.
-        client: of its store.
-        hosts_store: whether this process serves the store.
-        cpu_group: for small tensors on the CPU; None if the default group takes them, and without
-            mixing them with gradients.
+        world: the world of this process.
+        client: the client of the group's store.
+        hosts_store: whether this process runs the store's server.
+        cpu_group: a gloo group for small tensors on the CPU; None if the default group can carry
+            them without mixing them with gradients.
         group: the default group at that time.
         pid: of this process.
-        resources: what `init` opened, in order; closed in the reverse order.
+        resources: callbacks of the resources of `init`, called in reverse order.
         cpu_sharers: how many ranks of this host are bound to the same cores, this one included.
-        hang_after: for how long a rank waits until the watchdog logs it; 0: there is none.
+        hang_after: the wait after which the watchdog logs a stall; 0 without a watchdog.
         has_failed: whether this rank has logged that it failed.
     """
 
@@ -107,9 +108,9 @@ class Process:
     """The state of this process; `group_state` tells whether it is still valid.
 
     Attributes:
-        state: that `init` made.
+        state: the state that `init` has set.
         other: a group that was made without `init`, and a client of its store.
-        others: number of such groups.
+        others: number of such groups so far.
         was_asked: whether `world` was called while there was no group.
     """
 
@@ -123,7 +124,7 @@ process = Process()
 
 
 def is_single_process() -> bool:
-    """Return whether there is no group, or one of this process: in less time than `world`."""
+    """Return whether the group has one process, or there is none; takes less time than `world`."""
     group = dist.group.WORLD
     return group is None or group.size() == 1
 
@@ -149,8 +150,8 @@ def world() -> World:
 
 
 def current_world() -> World:
-    """Return what `world` does, without a warning."""
-    # Opted out; `init` may still make this process its group of one.
+    """Return the current world, without the warning of `world`."""
+    # `PARDATA_LAUNCHER=none`, unless `init` has created a group of one.
     alone = process.state is None and os.environ.get("PARDATA_LAUNCHER") == "none"
     if alone or is_child() or dist.group.WORLD is None:
         return single_world()
@@ -162,7 +163,7 @@ def require_world(what: str) -> World:
     """Return the current world, or raise if `what` needs a group that was not joined.
 
     Raises:
-        RuntimeError: if a launcher started several processes and `init` was not called.
+        RuntimeError: a launcher started several processes, and `init` was not called.
     """
     found = current_world()
     if found.backend is not None or is_child():
@@ -184,8 +185,8 @@ def store_client(world: World | None = None) -> StoreClient:
     if (found := group_state()) is not None:
         return found.client
     if process.other is None or process.other[0] is not dist.group.WORLD:
-        # The next such group may have the same store, with the keys of this one, and so may that of
-        # the next attempt under torchrun.
+        # A prefix for each group and each restart under torchrun, because they may share a store
+        # with old keys.
         process.others += 1
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         prefix = f"pardata/{attempt}/{process.others}"
@@ -194,7 +195,7 @@ def store_client(world: World | None = None) -> StoreClient:
 
 
 def group_state() -> GroupState | None:
-    """Return the state that `init` made, if it is that of the current group."""
+    """Return the state that `init` has set, or None if another group is current."""
     found = process.state
     return found if found is not None and found.group is dist.group.WORLD else None
 
@@ -207,25 +208,25 @@ def is_child() -> bool:
 
 
 def single_world() -> World:
-    """Describe a process that is alone."""
+    """Return the world of a single process."""
     # A child must not wake the GPU that its parent uses.
     device = _device.current_device(0) if not is_child() and _device.visible_devices() else _CPU
     return World(0, 1, 0, 1, 0, 1, device, None, "single")
 
 
 def world_of_group(device: torch.device | None, hosts: Sequence[str] = ()) -> World:
-    """Describe a group that somebody else made, which says nothing about nodes.
+    """Return the world of a group that `init` has not created.
 
     Args:
-        device: where to compute. It is the GPU of this rank if it has no number, or if it is not
-            given and the group is one of GPUs.
-        hosts: of all ranks, in their order. If they were not asked for, ``LOCAL_WORLD_SIZE`` says
-            how many ranks each node has; without that there is one node.
+        device: the device of this rank. Without an index it is the GPU of this rank, and so without
+            a `device` if the group has a backend for GPUs.
+        hosts: the host of each rank. Without them each node has ``LOCAL_WORLD_SIZE`` ranks; without
+            that variable there is one node.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
-    # Ray Train and torchrun say this in addition to the group.
+    # Ray Train and torchrun set these variables.
     env = read_ints(os.environ, ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    if not hosts:  # nodes of one size, or a single one
+    if not hosts:  # nodes of equal size, or one node
         local_size = env.get("LOCAL_WORLD_SIZE") or size
         hosts = [str(number // local_size) for number in range(size)]
     host, names = hosts[rank], list(dict.fromkeys(hosts))
@@ -237,7 +238,7 @@ def world_of_group(device: torch.device | None, hosts: Sequence[str] = ()) -> Wo
     kinds = [kind for kind, name in parts.items() if not _device.supports_device(name, "cpu")]
     device = device or torch.device(*kinds or ["cpu"])
     if device.index is None and device.type in {seen.type for seen in _device.visible_devices()}:
-        # The one to which the group is bound, else the current one, or the local rank's.
+        # The device that the group is bound to, else the current one, or the local rank's.
         bound = getattr(dist.group.WORLD, "bound_device_id", None)
         device = bound or _device.current_device(local_rank)
     return World(rank, size, local_rank, local_size, node, nodes, device, backend, "existing")
@@ -252,9 +253,10 @@ def cpu_group_and_device(world: World) -> tuple[Any, torch.device]:
 
 
 def cpus_per_rank(world: World) -> int:
-    """Return the number of cores that this rank may use, at least 1.
+    """Return the number of CPU cores that this rank may use, at least 1.
 
-    The ranks of a host that are bound to the same cores share them, and all the container's quota.
+    Ranks of a host that are bound to the same cores share them. All ranks share the quota of the
+    container.
     """
     state, quota = group_state(), _device.cgroup_cpu_quota()
     sharers = world.local_size if state is None else state.cpu_sharers

@@ -1,4 +1,4 @@
-"""Scalars of a run, to files: written by rank 0 alone."""
+"""Metrics of a run in files, written by rank 0."""
 
 import json
 import math
@@ -55,7 +55,7 @@ class MetricWriter(AbstractContextManager["MetricWriter"]):
         if file.exists():
             _truncate_after(file, math.inf if after is None else after)
         self._file = file.open("a", encoding="utf-8")
-        finalize(self, self._file.close)  # else Python warns of a file that nobody closed
+        finalize(self, self._file.close)  # otherwise Python warns of an unclosed file
         self._board = _tensorboard(path, None if after is None else after + 1)
 
     def write(self, step: int, values: Mapping[str, float | Tensor]) -> None:
@@ -89,7 +89,7 @@ class MetricWriter(AbstractContextManager["MetricWriter"]):
         """Close the files. Written lines are on disk before that; TensorBoard's part may not be."""
         for writer in (self._file, self._board):
             if writer is not None:
-                writer.close()  # the file stays: a later write is an error
+                writer.close()  # `_file` stays set, so that a later write raises
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -108,7 +108,7 @@ def _number(name: str, value: object) -> float:
 def _truncate_after(file: Path, after: float) -> None:
     """Move the lines of steps after `after`, and a last line that was cut off, to another file.
 
-    They are there before they leave this one, which is whole at any moment.
+    They are appended to the other file first, then this one is replaced at once.
     """
     kept, moved = list[bytes](), list[bytes]()
     for line in file.read_bytes().splitlines():
@@ -127,7 +127,7 @@ def _truncate_after(file: Path, after: float) -> None:
 def _is_kept(line: bytes, after: float) -> bool:
     try:
         is_before: bool = json.loads(line)["step"] <= after
-    except (ValueError, LookupError, TypeError):  # it was cut off, or is no line of ours
+    except (ValueError, LookupError, TypeError):  # the line was cut off, or has no step
         return False
     return is_before
 

@@ -47,7 +47,7 @@ def progress(
         if number is not None:
             check_int(name, number, least=0)
     if total is None and isinstance(iterable, Sized):
-        with suppress(TypeError):  # it has a __len__, as every loader, and yet no length
+        with suppress(TypeError):  # a loader of a stream has a __len__ that raises
             total = len(iterable)
     if batch_size is None and isinstance(size := getattr(iterable, "batch_size", None), int):
         batch_size = size
@@ -70,7 +70,7 @@ class Progress(Generic[T]):
     def show(self, **values: Any) -> None:
         """Show these values (numbers, tensors of one number, text) with the next drawing."""
         for name, value in values.items():
-            # Drawn later: its graph need not live until then.
+            # Detached, because a tensor that is drawn later would keep its graph alive.
             self._values[name] = value.detach() if isinstance(value, Tensor) else value
 
     def __len__(self) -> int:
@@ -81,7 +81,7 @@ class Progress(Generic[T]):
         if not self._is_shown:
             yield from self._iterable
             return
-        pause = 10.0 if self._bar is None else 0.1  # from one drawing to the next
+        pause = 10.0 if self._bar is None else 0.1  # seconds between two drawings
         clock, is_ending = time.perf_counter, sys.is_finalizing
         start = drawn = clock()
         done = 0
@@ -94,7 +94,7 @@ class Progress(Generic[T]):
                     drawn = now
                     self._draw(done, now - start)
         finally:
-            if not is_ending():  # names of modules may be gone, and nobody watches the loop
+            if not is_ending():  # at interpreter exit names of modules may be gone
                 self._draw(done, clock() - start)
                 if self._bar is not None:
                     self._bar.close()
@@ -108,14 +108,14 @@ class Progress(Generic[T]):
             self._bar.set_postfix_str(", ".join(shown))
         else:
             line = f"{self._head}{done}{self._of} in {seconds:.1f} s"
-            if sys.stderr is not None:  # as in a daemon
+            if sys.stderr is not None:  # None in a daemon
                 print(", ".join([line, *shown]), file=sys.stderr, flush=True)
 
 
 def _bar(description: str, total: int | None) -> Any:
-    """Return a bar of tqdm, or None where that would fill a log file, or there is no tqdm."""
+    """Return a bar of tqdm, or None without a terminal or without tqdm."""
     if sys.stderr is not None and sys.stderr.isatty():
-        with suppress(ImportError):  # the lines say the same
+        with suppress(ImportError):  # plain lines replace the bar
             from tqdm import tqdm  # noqa: PLC0415  # an extra, and only wanted on a terminal
 
             return tqdm(desc=description or None, total=total)

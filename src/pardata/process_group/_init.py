@@ -1,4 +1,4 @@
-"""Joining the process group of whatever launched this process. Only `init` joins."""
+"""`init`: joins or adopts the process group of this process."""
 
 import os
 import socket
@@ -84,7 +84,7 @@ def init(
         hang_after = to_timedelta(hang_after, "hang_after", or_none=True)
     world, before = current_world(), group_state()
     if world.backend is None and (is_child() or dist.group.WORLD is not None):
-        return world  # there is a group, which a child, or who opted out, does not touch
+        return world  # a child, and `PARDATA_LAUNCHER=none`, leave the group alone
     if before is not None:
         given = dict[str, object](backend=backend, timeout=patience, hang_after=hang_after)
         _check_same_arguments(before, device, given)
@@ -103,7 +103,8 @@ def init(
         state = form_group(launch, backend=backend, timeout=patience, device=device)
     finally:
         warns.cancel()
-    with suppress(ValueError):  # who made the group need not have used a launcher's variables
+    # An adopted group may have been created without a launcher's variables.
+    with suppress(ValueError):
         os.environ["PARDATA_JOINED"] = f"{os.getpid()} {detect_launch(os.environ).launch_id}"
     register_state(state)
     install_excepthook(state)
@@ -121,7 +122,7 @@ def init(
 
 
 def _check_not_inherited(launch: LaunchInfo) -> None:
-    """Refuse the variables of a rank that another process has joined as."""
+    """Raise if another process has joined as the rank that the variables name."""
     pid, _, identity = os.environ.get("PARDATA_JOINED", "").partition(" ")
     if launch.size == 1 or identity != launch.launch_id or pid == str(os.getpid()):
         return
@@ -135,9 +136,9 @@ def _check_not_inherited(launch: LaunchInfo) -> None:
 def _check_same_arguments(
     state: GroupState, device: torch.device | str | None, given: dict[str, object]
 ) -> None:
-    """Refuse arguments of a second `init` that differ from those of the first."""
+    """Raise if arguments of a second `init` differ from those of the first."""
     world, wanted = state.world, None if device is None else torch.device(device)
-    # A kind without a number asks for this rank's GPU, whichever that is.
+    # A device type without an index is this rank's GPU.
     given["device"] = None if wanted == torch.device(world.device.type) else wanted
     had = {"backend": world.backend, "device": world.device, "timeout": state.client.timeout}
     for name, found in {**had, "hang_after": state.hang_after}.items():

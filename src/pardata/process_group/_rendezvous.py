@@ -1,4 +1,4 @@
-"""The ranks meet, agree that all of them can take part, and create the process group."""
+"""Rendezvous: ranks meet at the store, compare their proposals, and create the process group."""
 
 import os
 import socket
@@ -40,9 +40,9 @@ def form_group(
 ) -> GroupState:
     """Create the process group that `launch` describes, or adopt the one that exists. Collective.
 
-    A rank that cannot take part says so over the store before any group exists. So the error is
-    raised on every rank, and no other rank waits. Where gradients would meet small numbers in the
-    group, another one carries these.
+    A rank that cannot take part raises its error in a round on the store, before any group exists.
+    So every rank raises it, and none waits. If the group would mix small numbers with gradients,
+    `form_group` creates a gloo group for the numbers.
     """
     patience, hosts_store = timeout or distributed_c10d.default_pg_timeout, False
     if launch is None:
@@ -54,23 +54,23 @@ def form_group(
     client.store = dist.PrefixStore("pardata", part)
     propose = cache(partial(_proposal, launch, backend, device))
     try:
-        # Rank 0 waits for the group's timeout, and then names who did not come.
+        # Longer than rank 0's timeout, after which its error names the missing ranks.
         plan = exchange(client, "init", propose, _check_proposals, patience + _MARGIN)
         if launch is not None:
             how = {"backend": propose()["backend"], "rank": client.rank, "world_size": client.size}
             how |= {"store": dist.PrefixStore("group", part), "timeout": timeout}
-            # Lets it connect at once; a group of one has nobody to connect to.
+            # Binding lets NCCL connect at once; a group of one rank has no peer.
             binds = plan["binds"] and client.size > 1
             how["device_id"] = torch.device(propose()["device"]) if binds else None
             create_on_all_ranks(client, partial(dist.init_process_group, **how))
         cpu_group = None
         if not plan["is_apart"]:
             cpu_group = create_on_all_ranks(client, partial(_device.new_gloo_group, patience))
-    except BaseException as error:  # only to clean up: it is raised again
+    except BaseException as error:  # cleans up and raises again
         if launch is not None and dist.is_initialized():
             dist.destroy_process_group()
-        with suppress(Exception):  # the store must be there until the others have read the same
-            if not isinstance(error, Exception):  # the others do not know
+        with suppress(Exception):  # the other ranks still read the error from the store
+            if not isinstance(error, Exception):  # no round has raised it on the other ranks
                 abort_rounds(client, f"rank {client.rank} failed first: {summary_line(error)}")
             release_store(client, _MARGIN, hosts_store=hosts_store)
         raise
@@ -90,11 +90,11 @@ def _world_of(launch: LaunchInfo | None, proposal: dict[str, Any], hosts: list[s
 
 
 def create_on_all_ranks(client: StoreClient, create: Callable[[], _T]) -> _T:
-    """Return the group that `create` makes, once every rank has made it. Collective.
+    """Return the group that `create` returns, after every rank has created it. Collective.
 
-    torch does not wait: a rank that leaves at once closes connections that another is still making
-    ("connectFullMesh failed … Connection closed by peer"). And the others connect to one that has
-    failed for as long as the timeout.
+    torch does not wait. A rank that leaves at once closes connections that another rank is still
+    opening ("connectFullMesh failed … Connection closed by peer"). And ranks try to connect to a
+    failed one until the timeout.
     """
     created: list[_T] = []
     patience = client.timeout + _MARGIN
@@ -105,7 +105,7 @@ def create_on_all_ranks(client: StoreClient, create: Callable[[], _T]) -> _T:
 def _proposal(
     launch: LaunchInfo | None, backend: str | None, wanted: torch.device | str | None
 ) -> dict[str, Any]:
-    """Return what a rank tells the others before there is a group; make its device current."""
+    """Return a rank's proposal for the group, and make its device current."""
     device = None if wanted is None else torch.device(wanted)
     if launch is None:
         world = world_of_group(device)
@@ -118,13 +118,13 @@ def _proposal(
     host, gpu, has_one = socket.gethostname(), "", False
     if device in (seen := _device.visible_devices()):
         torch.accelerator.set_device_index(device)
-        # The ranks of gloo can share one.
+        # With gloo, ranks can share a GPU.
         if launch is not None and _device.has_accelerator_backend(backend):
             gpu = str(getattr(_device.properties_of(device), "uuid", ""))
             has_one = len(seen) < 2 * launch.local_size
     else:
-        _device.checked_device(device)  # it raises for an accelerator that is not here
-    # Not where a group is there already.
+        _device.checked_device(device)  # raises for a missing accelerator
+    # Only for a new group.
     address = "" if launch is None or os.environ.get("GLOO_SOCKET_IFNAME") else _address_of(host)
     return {
         "host": host,
@@ -138,7 +138,7 @@ def _proposal(
 
 
 def _address_of(host: str) -> str:
-    """Return the address at which gloo connects to this host; "" if its name has none."""
+    """Return the address to which gloo's peers connect, "" if the host's name has none."""
     with suppress(OSError):
         return socket.gethostbyname(host)
     return ""
@@ -148,16 +148,16 @@ def select_device(launch: LaunchInfo, wanted: torch.device | None) -> torch.devi
     """Return the device of this local rank.
 
     Raises:
-        RuntimeError: if no GPU is left for it.
+        RuntimeError: there are fewer GPUs than local ranks.
     """
     seen = _device.visible_devices()
     kind = torch.device(seen[0].type if seen else "cpu")
     if wanted is None and launch.size > 1 and _device.backend_for(kind) == "gloo":
-        return torch.device("cpu")  # because ranks could not send from another kind
+        return torch.device("cpu")  # no backend sends from these devices
     if not seen or wanted not in (None, kind):
         return wanted or kind
     visible = len(seen)
-    # A launcher that binds a GPU to each task, as SLURM's --gpus-per-task: it is this one's own.
+    # The launcher has bound one GPU to each task, as SLURM's --gpus-per-task.
     if visible == 1 and _device.visibility_variables():
         return seen[0]
     if launch.local_rank >= visible:
@@ -172,11 +172,11 @@ def select_device(launch: LaunchInfo, wanted: torch.device | None) -> torch.devi
 
 
 def with_fresh_prefix(client: StoreClient) -> StoreClient:
-    """Return `client` with a prefix of its store that nobody used before. Collective.
+    """Return `client` with a new prefix in its store, the same on all ranks. Collective.
 
-    A store outlives the group, and torchrun's the processes too: after a restart it still holds
-    what the last attempt left. Rank 0 invents a name; each rank asks for it with a word of its
-    own, so that no answer can be an old one.
+    A store outlives the group, and torchrun's store also the processes: after a restart it has the
+    keys of the last attempt. Rank 0 chooses a random prefix. Each rank asks for it under a random
+    key, so it cannot read an old answer.
     """
     if client.rank == 0:
         return _serve_prefix(client)
@@ -190,10 +190,10 @@ def with_fresh_prefix(client: StoreClient) -> StoreClient:
 
 
 def _serve_prefix(client: StoreClient) -> StoreClient:
-    """Tell each rank the name. If some do not come, the result of the first round names them."""
+    """Send the prefix to each rank; if some do not come, the first round's error names them."""
     name, store = uuid.uuid4().hex, client.store
     part = dist.PrefixStore(name, store)
-    append(store, "asked", "")  # to read both before anybody came
+    append(store, "asked", "")  # both keys must exist to be read
     append(part, "came", "")
     missing, answered = set(range(1, client.size)), set[str]()
     deadline = time.monotonic() + client.timeout.total_seconds()
@@ -211,7 +211,7 @@ def _serve_prefix(client: StoreClient) -> StoreClient:
 
 
 def _check_proposals(proposals: list[dict[str, Any]]) -> dict[str, Any]:
-    """Require that all ranks can form one group; return how."""
+    """Return the plan of the group; raise if the ranks' proposals do not fit together."""
     backends: list[dict[str, object]] = [{"backend": one["backend"]} for one in proposals]
     raise_if_different("init", backends, "Is a GPU driver missing on a node? Else pass `backend`.")
     hosts = [one["host"] for one in proposals]
@@ -235,10 +235,10 @@ def _check_proposals(proposals: list[dict[str, Any]]) -> dict[str, Any]:
     ways = [(one["backend"], torch.device(one["device"])) for one in proposals]
     return {
         "hosts": hosts,
-        # How many ranks of its host are bound to the same cores, for each rank.
+        # The number of ranks of the same host and the same cores, for each rank.
         "cpu_sharers": [sharers[one] for one in cpus],
-        # All ranks or none, for those that are bound connect at once; and none if a process has
-        # several, over which a model may be spread: a group that is bound takes no other GPU.
+        # Bind the group on all ranks or on none, because bound ranks connect at once. Not if a
+        # process sees several GPUs, because a bound group accepts tensors of no other GPU.
         "binds": all(one["has_one"] for one in proposals),
         "is_apart": len(ways) == 1 or all(_device.has_cpu_backend_beside(*way) for way in ways),
     }

@@ -1,8 +1,8 @@
-"""Leaving the process group: at the end of a block or of the process, or by an exception.
+"""Leave the process group: at the end of ``with init()``, at exit, or after an exception.
 
-An exception that ends this rank is reported where it passes: in ``World.__exit__``, else in
-`sys.excepthook`. One line of the log names the rank that failed first; the other ranks are told,
-and do not wait for this one.
+``World.__exit__``, or else `sys.excepthook`, reports an exception that ends this rank. One line of
+the log names the rank that failed first. The other ranks get an error in place of waiting for this
+one.
 """
 
 import atexit
@@ -30,18 +30,19 @@ from pardata.store._round import abort_rounds
 
 _log = get_logger(__name__)
 
-# The waits for other ranks of a rank that has failed, and of one that hosts the store.
+# How long a failed rank, and the rank that serves the store, wait for the other ranks.
 _PATIENCE, _LINGER = timedelta(seconds=2), timedelta(seconds=30)
 
 
 def register_state(state: GroupState) -> None:
-    """Keep the state that `init` made. If it made the group, close the state at exit."""
+    """Set the state that `init` created. If `init` created the group, destroy it at exit."""
     process.state = state
     if state.world.launcher == "existing":
         return
     atexit.register(_close_at_exit)
     state.resources.callback(atexit.unregister, _close_at_exit)
-    # Closed in the reverse order. The group before the wait for ranks that may be in a collective.
+    # Called in reverse order: the group is destroyed before the wait for other ranks, which may be
+    # in a collective.
     state.resources.callback(release_store, state.client, _LINGER, hosts_store=state.hosts_store)
     state.resources.callback(_destroy_group, state)
     state.resources.callback(_announce_exit, state)
@@ -49,12 +50,12 @@ def register_state(state: GroupState) -> None:
 
 
 def shutdown(error: BaseException | None) -> None:
-    """Leave the group, if `init` made it; if there is an `error`, only tell the other ranks.
+    """Destroy the group if `init` created it; after an `error` only report that to the other ranks.
 
-    They may then be anywhere: waiting for them would turn an error into a hang. A rank that is
-    alone leaves, so that the next `init`, of a notebook, makes a new group.
+    After an error the other ranks may be in any call, so to wait for them would be a hang. A group
+    of one rank is destroyed also then: in a notebook the next `init` creates a new one.
     """
-    state = group_state()  # none if the user has destroyed the group
+    state = group_state()  # None if the user has destroyed the group
     if state is None or state.has_failed or is_child():
         return
     succeeds = isinstance(error, SystemExit) and not error.code
@@ -67,7 +68,7 @@ def shutdown(error: BaseException | None) -> None:
 
 
 def _close_at_exit() -> None:
-    # The interpreter sets it for an exception that nobody caught.
+    # The interpreter sets it for an uncaught exception.
     if getattr(sys, "last_value", None) is None:
         shutdown(None)
 
@@ -80,12 +81,13 @@ def _announce_exit(state: GroupState) -> None:
 
 
 def _destroy_group(state: GroupState) -> None:
-    state.group = state.cpu_group = None  # gloo closes its connections with the last reference
+    # Gloo closes its connections when the last reference is gone.
+    state.group = state.cpu_group = None
     dist.destroy_process_group()
 
 
 def release_store(client: StoreClient, patience: timedelta, *, hosts_store: bool) -> None:
-    """Count this rank as one that needs the store no more; if it hosts it, wait for the others."""
+    """Count this rank as done with the store; the rank that serves it waits for all."""
 
     def leave(store: dist.Store) -> None:
         store.add("left", 1)
@@ -93,15 +95,15 @@ def release_store(client: StoreClient, patience: timedelta, *, hosts_store: bool
         while hosts_store and store.add("left", 0) < client.size and time.monotonic() < deadline:
             time.sleep(0.05)
 
-    # The store may have ended: rank 0 has failed, and says why, or has waited long enough.
+    # The store may have ended: rank 0 has failed, or has waited for its timeout.
     with suppress(Exception):
         client.request(leave, patience)
 
 
 def install_excepthook(state: GroupState) -> None:
-    """Report an exception that nobody catches while the group of `state` is there.
+    """Install an excepthook that reports an uncaught exception, until the group ends.
 
-    The hook stands before the `sys.excepthook` that it finds, and hands every exception on to it.
+    The hook then calls the previous `sys.excepthook`.
     """
     following = sys.excepthook
 
@@ -110,7 +112,7 @@ def install_excepthook(state: GroupState) -> None:
         following(kind, error, trace)
 
     def remove() -> None:
-        if sys.excepthook is hook:  # else another one hands on to it
+        if sys.excepthook is hook:  # else a later hook calls it
             sys.excepthook = following
 
     sys.excepthook = hook
@@ -118,22 +120,21 @@ def install_excepthook(state: GroupState) -> None:
 
 
 def _fail_despite_signals(error: BaseException, state: GroupState) -> None:
-    """Log why this rank ends, and tell the others; `error` is raised whatever happens here.
+    """Report `error` to the log and the other ranks, also if a signal's handler raises meanwhile.
 
-    The handler of a signal may raise here: PyTorch's does, of a worker that was killed, of which a
-    read has just raised.
+    PyTorch's handler of SIGCHLD raises here if a DataLoader worker was killed.
     """
     for _ in range(3):
         try:
             _fail(error, state)
         except Exception as raised:  # noqa: BLE001  # a handler may raise anything
-            if not is_secondary(raised):  # else the store has ended, or does not answer
+            if not is_secondary(raised):  # otherwise the store has ended or does not answer
                 continue
         return
 
 
 def _fail(error: BaseException, state: GroupState) -> None:
-    """Log why this rank ends, and tell the others, without waiting for those that are stuck."""
+    """Report `error`, and wait for the other ranks only for a short time."""
     try:
         abort_rounds(state.client, _report(error, state))
     finally:
@@ -142,10 +143,10 @@ def _fail(error: BaseException, state: GroupState) -> None:
 
 
 def _report(error: BaseException, state: GroupState) -> str:
-    """Log one line, leave a text for torchrun, and return the text for the other ranks."""
+    """Log one line, write torchrun's error file, and return the text for the other ranks."""
     line, client = summary_line(error), state.client
     if not is_secondary(error):
-        # First: after an error on a GPU the watchdog of its backend may end this process.
+        # Logged first: after an error on a GPU the backend's watchdog may end this process.
         _log_once(state, f": {line}")
         _write_elastic_error_file("".join(format_exception(error)))
         cause = report_failure(client, RemoteError(client.rank, "", line))
@@ -169,17 +170,17 @@ def _log_once(state: GroupState, cause: str) -> None:
 
 
 def _write_elastic_error_file(text: str) -> None:
-    """Write `text` where torchrun looks for the root cause, as torch's own ``record`` does."""
+    """Write `text` to torchrun's file for the cause of a failure, as torch's ``record`` does."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
-        with suppress(OSError):  # what follows matters more
+        with suppress(OSError):  # the error itself matters more
             Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
 
 
 def _hold_groups(_groups: object) -> None:
-    """Keep process groups until the process has ended, as a thread that never does.
+    """Hold references to process groups until the process ends, in a thread that never ends.
 
-    If the interpreter ends a gloo group, torch 2.9 waits there for collectives that are under way,
-    for as long as the group's timeout. torch 2.14 does not.
+    When a gloo group is destroyed, torch 2.9 waits for its collectives until the group's timeout.
+    It can go with torch 2.14, which does not wait.
     """
     Event().wait()

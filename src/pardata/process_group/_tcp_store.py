@@ -1,4 +1,4 @@
-"""The TCPStore at the address where the ranks of a run meet, and the run it belongs to."""
+"""Opens the TCPStore of a run, and checks that it belongs to that run."""
 
 import os
 import socket
@@ -11,10 +11,10 @@ from pardata.environment._launchers import LaunchInfo
 from pardata.store._client import set_once, wait_for
 from pardata.store._round import missing_ranks_text
 
-_RUN = "pardata/run"  # the key of the run that a store belongs to
+_RUN = "pardata/run"  # the key of the run's name in the store
 
-# The stores that this process opened, by the run, with whether it serves them. Kept to its end: a
-# rank that joins again at once must not meet a store that is just closing.
+# The stores of this process by launch id, and whether it serves them. They stay open: a rank that
+# joins again must not find a store that is closing.
 _opened = dict[str, tuple[dist.Store, bool]]()
 
 
@@ -22,15 +22,15 @@ def open_store(launch: LaunchInfo, timeout: timedelta) -> tuple[dist.Store, bool
     """Return the store of this run, opened once, and whether this process serves it."""
     if launch.launch_id in _opened:
         store, hosts = _opened[launch.launch_id]
-        return store.clone(), hosts  # a request that was left behind may hold its connection
+        return store.clone(), hosts  # an unfinished request may hold the lock of the connection
     opened = _connect(launch, timeout) if launch.master_addr else (dist.HashStore(), True)
-    _check_run(opened[0], launch, timeout)  # before it is kept: a second try looks again
+    _check_run(opened[0], launch, timeout)  # before it is kept, so that a second try checks again
     _opened[launch.launch_id] = opened
     return opened
 
 
 def _connect(launch: LaunchInfo, timeout: timedelta) -> tuple[dist.Store, bool]:
-    """Return the store at the address that the launcher named, and whether this process serves it.
+    """Return the store at the launcher's address, and whether this process serves it.
 
     Raises:
         RuntimeError: the address does not resolve, its port is taken, or nobody listens.
@@ -48,14 +48,14 @@ def _connect(launch: LaunchInfo, timeout: timedelta) -> tuple[dist.Store, bool]:
     served = launch.launcher == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE")
     hosts = launch.rank == 0 and served != str(True)
     try:
-        # A group that the user makes later at this address shares the store. `with_fresh_prefix`
-        # waits for the others, and can name who is missing.
+        # A group that the user creates later at this address shares the store. `with_fresh_prefix`
+        # waits for the other ranks, because its error names the missing ones.
         store = dist.TCPStore(
             *address, launch.size, hosts, timeout, wait_for_workers=False, multi_tenant=True
         )
     except (RuntimeError, OSError) as error:
         if "EADDRINUSE" not in str(error):
-            raise  # it names the address
+            raise  # the error names the address
         raise RuntimeError(
             f"the port of `MASTER_PORT` must be free, but {launch.endpoint} is in use: another "
             f"run is on this host; set MASTER_PORT to a free port"
@@ -64,7 +64,7 @@ def _connect(launch: LaunchInfo, timeout: timedelta) -> tuple[dist.Store, bool]:
 
 
 def _check_run(store: dist.Store, launch: LaunchInfo, timeout: timedelta) -> None:
-    """Leave the name of this run on the store as rank 0; refuse a store that is another run's."""
+    """Write the name of this run to the store on rank 0; raise if the store has another name."""
     ours = run_name(launch, os.environ)
     if launch.rank == 0:
         theirs = set_once(store, _RUN, ours)
@@ -81,13 +81,13 @@ def _check_run(store: dist.Store, launch: LaunchInfo, timeout: timedelta) -> Non
 
 
 def missing_ranks_error(missing: list[int], size: int, timeout: timedelta) -> TimeoutError:
-    """Return the error that names ranks which did not come."""
+    """Return the error that names the missing ranks."""
     who = missing_ranks_text(missing, size, f" within {timeout}")
     return TimeoutError(f"`init` must be reached by every rank, but {who}")
 
 
 def run_name(launch: LaunchInfo, env: Mapping[str, str]) -> str:
-    """Return the name that the launcher of a run has given it, the same on all of its ranks."""
+    """Return the launcher's name of this run, the same on all of its ranks."""
     if launch.launcher == "slurm":
         restarts = env.get("SLURM_RESTART_COUNT", "0")
         job, step = env.get("SLURM_JOB_ID"), env.get("SLURM_STEP_ID")

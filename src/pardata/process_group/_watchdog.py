@@ -1,9 +1,9 @@
-"""A thread of each rank that looks for a stalled run; one rank logs where all of them are.
+"""A watchdog thread on each rank: if the run stalls, one rank logs the status of all ranks.
 
-The thread sleeps, and looks once in a tick. A rank that waits for long begins a stall, which the
-others see on the store: each writes its status, and one logs the table. A look is one request, or
-two on an accelerator, at any number of ranks. Nothing is stopped, but for a rank that waits on an
-accelerator for one that has failed: it would wait there for half an hour.
+The thread checks once a tick. A rank that waits for long writes a key to the store, which begins a
+stall. Every rank sees the key and writes its status, and one rank logs the table. A check is one
+request to the store, or two on an accelerator, at any number of ranks. The watchdog ends a process
+only on an accelerator, if it waits for a failed rank, because NCCL's timeout is half an hour.
 """
 
 import atexit
@@ -32,20 +32,20 @@ from pardata.store._remote_error import is_secondary
 
 _log = get_logger(__name__)
 
-_TICK, _SHORTEST = 1.0, 0.1  # seconds between two looks, and the least for a short `after`
+_TICK, _SHORTEST = 1.0, 0.1  # seconds between two checks, and the minimum for a short `after`
 _PATIENCE = 5.0  # seconds for the thread to end
-_GRACE = 0.5  # seconds in which a rank that runs looks and answers
-_STUCK = 20.0  # seconds without progress, after which a rank of a lost run ends
+_GRACE = 0.5  # seconds in which a running rank sees the stall and writes its status
+_STUCK = 20.0  # seconds without progress, after which a rank ends if another rank has failed
 _NO_ANSWER = "no answer: it has ended, is stopped, or C code holds the GIL"
 
 
 class RankStatus(NamedTuple):
-    """Where a rank is, as plain data.
+    """The status of a rank, as plain data.
 
     Attributes:
-        text: in which call of pardata, at which line, and in which step of a loader.
-        waits: whether it waits for the others in that call.
-        seconds: since it has made progress.
+        text: its call of pardata, its line, and the step of its loader.
+        waits: whether it waits for other ranks in that call.
+        seconds: seconds since its last progress.
     """
 
     text: str
@@ -54,11 +54,11 @@ class RankStatus(NamedTuple):
 
 
 def rank_status(record: OpRecord, frame: FrameType) -> RankStatus:
-    """Return where this rank is, from the record and the innermost frame of its training thread."""
+    """Return this rank's status, from the record and innermost frame of its training thread."""
     call, since, step = record
     frames = frames_of(frame)
     user = user_frame(frames)
-    # Else pardata has called code of the user's, which is at work.
+    # Otherwise pardata has called the user's code.
     is_inside = any(one.package == "pardata" for one in frames[user:])
     compiles = any(one.package == "torch" and _compiles(one) for one in frames)
     waits = is_inside and call not in ("", LOADER) and not (compiles or current_op.leads)
@@ -74,12 +74,12 @@ def rank_status(record: OpRecord, frame: FrameType) -> RankStatus:
 
 
 def _compiles(frame: Frame) -> bool:
-    """Return whether torch.compile is at work, and not its result."""
+    """Return whether torch.compile is compiling in this frame."""
     return "/convert_frame.py:" in frame.place or frame.function.startswith("compile_fx")
 
 
 def status_table(found: Mapping[int, RankStatus], size: int) -> str:
-    """Return who waits for whom, and a line for each set of ranks that are at the same place."""
+    """Return which ranks wait for which, and a line for each set of ranks with equal status."""
     waiting = [rank for rank in found if found[rank].waits]
     others = [rank for rank in range(size) if rank not in waiting]
     who = "all ranks wait for each other"
@@ -93,10 +93,10 @@ def status_table(found: Mapping[int, RankStatus], size: int) -> str:
 
 
 class Watchdog(Thread):
-    """Watches the thread that makes it, until its group ends or `stop` is called.
+    """Watches the thread that creates it, until the group ends or `stop` is called.
 
     Args:
-        state: of the group.
+        state: the state of the group.
         after: the seconds after which a rank that waits begins a stall.
     """
 
@@ -107,15 +107,17 @@ class Watchdog(Thread):
         client = state.client
         store = client.request(lambda store: store.clone())
         self._client = StoreClient(store, timedelta(0), client.rank, client.size)
-        # Why the run is lost, if it is; None where a collective raises an error of its own.
+        # The failure of another rank, "" if there is none. None with gloo, which raises an error
+        # itself.
         self._lost = "" if has_accelerator_backend(state.world.backend) else None
-        # Rank 0 logs, if it answers: it waits less long for the others' status.
+        # Rank 0 logs unless it is stuck, because it waits less time for the status of the others.
         self._patience = (1 if client.rank == 0 else 2) * self._tick + _GRACE
-        self._number = 1  # the stall that is under way, or will be the next
-        self._began: OpRecord | None = None  # the wait by which this rank began it
-        self._answered: float | None = None  # when this rank wrote its status
-        self._has_asked, self._logs = False, False  # who logs; whether this rank does
-        atexit.register(self.stop)  # an adopted group stays, and so does one after an error
+        self._number = 1  # the number of the current stall, or of the next one
+        self._began: OpRecord | None = None  # the operation in which this rank began the stall
+        self._answered: float | None = None  # the time when this rank wrote its status
+        # Whether this rank has asked to log, and whether it logs.
+        self._has_asked, self._logs = False, False
+        atexit.register(self.stop)  # an adopted group is not destroyed, nor a group after an error
         current_op.begin()
         self._watched = current_op.thread
         self.start()
@@ -128,19 +130,19 @@ class Watchdog(Thread):
         self.join(_PATIENCE)
 
     def run(self) -> None:
-        """Look until the group has ended, or its store."""
+        """Check until the group, or its store, has ended."""
         while not self._stopped.wait(self._tick) and dist.group.WORLD is self._group:
             try:
                 self._check()
-            except Exception as error:  # noqa: BLE001  # a handler of the log may raise anything
+            except Exception as error:  # noqa: BLE001  # a logging handler may raise anything
                 if not is_secondary(error):
-                    traceback.print_exc()  # as `logging` does; the next look may be fine
+                    traceback.print_exc()  # as `logging` does; the next check may succeed
                 elif not self._lost:  # the store has ended, or does not answer
                     return
 
     def _check(self) -> None:
         record, now = current_op.record, time.monotonic()
-        frame = sys._current_frames().get(self._watched)  # noqa: SLF001  # its documented name
+        frame = sys._current_frames().get(self._watched)  # noqa: SLF001  # a documented name
         if frame is None:
             return
         call, since, step = record
@@ -161,10 +163,10 @@ class Watchdog(Thread):
             self._log_once()
 
     def _end_if_lost(self, since: float) -> None:
-        """End this process if the run has failed elsewhere, and it makes no progress.
+        """End this process if another rank has failed and this one makes no progress.
 
-        gloo raises an error where a peer is gone. A collective of an accelerator does not end, and
-        its host waits.
+        gloo raises an error if a peer is gone. With an accelerator the collective does not end, and
+        the host waits.
         """
         if self._lost and time.monotonic() - since > _STUCK:
             _log.error("failed because %s; this rank waited for it", self._lost, ranks="all")
@@ -175,7 +177,7 @@ class Watchdog(Thread):
             self._lost = f"rank {failed.rank} failed first: {failed.text}"
 
     def _poll(self, status: RankStatus) -> bool:
-        """Return whether a rank began the stall; once this one has answered, whether it is over."""
+        """Return whether a stall has begun; after this rank's status, whether it is over."""
         key = f"watchdog/{self._number}/{'began' if self._answered is None else 'over'}"
         try:
             return self._client.request(lambda store: store.check([key]))
@@ -195,7 +197,7 @@ class Watchdog(Thread):
             self._began = record
 
     def _log_once(self) -> None:
-        """Log the table, unless another rank does."""
+        """Log the table, unless another rank has."""
         number, rank, size = self._number, str(self._client.rank), self._client.size
 
         def statuses(store: dist.Store) -> list[str | None] | None:

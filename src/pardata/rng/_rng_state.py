@@ -1,4 +1,4 @@
-"""The default generators of Python, NumPy and PyTorch: seeded, put back, caught in use."""
+"""The default generators of Python, NumPy and PyTorch: seed, save, restore, detect use."""
 
 import json
 import pickle
@@ -15,7 +15,7 @@ from pardata.rng._seeds import run_seed
 
 
 class DefaultGenerator(NamedTuple):
-    """One default generator of this process: how it is seeded, its state seen and set."""
+    """A default generator of this process, as functions that seed it, get and set its state."""
 
     seed: Callable[[int], object]
     state: Callable[[], Any]
@@ -27,20 +27,20 @@ class DefaultGenerator(NamedTuple):
 
 
 def _of_numpy(random_: Any) -> DefaultGenerator:
-    """Return NumPy's, whose state is taken as bytes: arrays in a dict cannot be compared."""
+    """Return NumPy's default generator, with a state of bytes, which compare as a whole."""
 
     def state() -> bytes:
         return pickle.dumps(random_.get_state(legacy=False))
 
     def restore(state: bytes) -> None:
-        random_.set_state(pickle.loads(state))  # noqa: S301  # it was dumped here
+        random_.set_state(pickle.loads(state))  # noqa: S301  # dumped by `state`
 
     return DefaultGenerator(lambda number: random_.seed(number % 2**32), state, restore)
 
 
 @cache
 def default_generators() -> tuple[DefaultGenerator, ...]:
-    """Return those of this process: Python's, NumPy's where it is installed, PyTorch's."""
+    """Return the default generators of Python, NumPy, if it is installed, and PyTorch's CPU."""
     found = [DefaultGenerator(random.seed, random.getstate, random.setstate)]
     if (numpy := numpy_or_none()) is not None:
         found.append(_of_numpy(numpy.random))
@@ -48,15 +48,15 @@ def default_generators() -> tuple[DefaultGenerator, ...]:
 
 
 def seed_generators(number: int, among: Iterable[DefaultGenerator] | None = None) -> None:
-    """Seed generators: the default ones of this process but those of GPUs, or others."""
+    """Seed the default generators of this process except those of GPUs, or the given ones."""
     for generator in default_generators() if among is None else among:
         generator.seed(number)
 
 
 class ForkedRng:
-    """Puts generators back, after a block, to where they are now; seeds them for it, if told to.
+    """Context manager: saves the generators' states, seeds them if asked, restores them at exit.
 
-    A context manager of contextlib takes twice as long, and `backward` needs one a microbatch.
+    A class, because contextlib takes twice as long, and `backward` enters one for each microbatch.
     """
 
     def __init__(self, generators: Iterable[DefaultGenerator], seed: int | None = None) -> None:
@@ -72,7 +72,7 @@ class ForkedRng:
             generator.restore(state)
 
     def advanced(self) -> bool:
-        """Return whether somebody drew from one, or seeded it."""
+        """Return whether the state of a generator has changed."""
         return any(generator.advanced_since(state) for generator, state in self.states)
 
 
@@ -82,18 +82,18 @@ def fork_rng(seed: int | None = None, device: torch.device | None = None) -> For
 
 
 def fork_torch_rng(number: int) -> ForkedRng:
-    """Seed PyTorch's default generators for a block, and put them back after it.
+    """Seed PyTorch's default generators for a block, and restore them after it.
 
-    These are the CPU's, and those of accelerators in use. Their states are on the host, so no GPU
-    waits.
+    These are the generators of the CPU and of all visible accelerators. Their states are on the
+    host, so no GPU waits.
     """
     return ForkedRng((default_generators()[-1], *_of_kind(torch.get_device_module())), number)
 
 
 def get_rng_state(device: torch.device) -> bytes:
-    """Return where the random numbers of this process are, those of a GPU `device` included.
+    """Return the states of the default generators, including the one of a GPU `device`.
 
-    For `set_rng_state` of any process to come.
+    Another process can pass them to `set_rng_state`.
     """
     of_torch = default_generators()[-1], *_of(device)
     saved = {
@@ -107,10 +107,10 @@ def get_rng_state(device: torch.device) -> bytes:
 
 
 def set_rng_state(states: Iterable[int], device: torch.device, *, only_seed: bool) -> None:
-    """Put the random numbers to where `get_rng_state` found them, or only what all ranks share.
+    """Restore the run's seed and, unless `only_seed`, the generators from `get_rng_state`.
 
     Raises:
-        RuntimeError: for what it did not return.
+        RuntimeError: `get_rng_state` did not return these states.
     """
     try:
         saved = json.loads(zlib.decompress(bytes(states)))
@@ -122,7 +122,7 @@ def set_rng_state(states: Iterable[int], device: torch.device, *, only_seed: boo
         if "NumPy" in saved and (numpy := numpy_or_none()) is not None:
             numpy.random.set_state(saved["NumPy"])
         of_torch = default_generators()[-1], *_of(device)
-        # A GPU may be here or not.
+        # This process need not have a GPU.
         for generator, state in zip(of_torch, saved["PyTorch"], strict=False):
             generator.restore(torch.tensor(state, dtype=torch.uint8, device="cpu"))
     except (zlib.error, LookupError, ArithmeticError, TypeError, ValueError, RuntimeError) as error:
@@ -133,10 +133,10 @@ def set_rng_state(states: Iterable[int], device: torch.device, *, only_seed: boo
 
 @contextmanager
 def forbid_rng_use(what: str, device: torch.device | None = None) -> Iterator[None]:
-    """Raise, after the block, if it drew from a default generator.
+    """Raise after the block if a default generator was used in it.
 
     Raises:
-        RuntimeError: says that `what` drew, and how to let it.
+        RuntimeError: `what` drew random numbers; the error says how to allow it.
     """
     before = fork_rng(device=device)
     yield
@@ -150,16 +150,16 @@ def forbid_rng_use(what: str, device: torch.device | None = None) -> Iterator[No
 
 @cache
 def numpy_or_none() -> Any:
-    """Return NumPy if it is installed: pardata does not require it."""
+    """Return NumPy if it is installed, which pardata does not require."""
     with suppress(ImportError):
-        import numpy as np  # noqa: PLC0415  # it may be missing
+        import numpy as np  # noqa: PLC0415  # optional
 
         return np
     return None
 
 
 def _of(device: torch.device | None) -> tuple[DefaultGenerator, ...]:
-    """Return the default generator of a GPU, or of another accelerator."""
+    """Return the default generator of an accelerator in a tuple, which is empty for a CPU."""
     if device is None or device.type in ("cpu", "meta"):
         return ()
     of_kind = torch.get_device_module(device)
@@ -171,13 +171,13 @@ def _of(device: torch.device | None) -> tuple[DefaultGenerator, ...]:
 
 
 def _of_kind(kind: Any) -> tuple[DefaultGenerator, ...]:
-    """Return the default generators of all devices of a kind that are in use."""
+    """Return the default generators of all visible devices of this type."""
     if hasattr(kind, "get_rng_state") and not hasattr(kind, "default_generators"):
-        # a kind that is one device
+        # A device type with one device, as MPS.
         return (DefaultGenerator(kind.manual_seed, kind.get_rng_state, kind.set_rng_state),)
     return tuple(map(_of_torch, getattr(kind, "default_generators", ())))
 
 
 def _of_torch(generator: torch.Generator) -> DefaultGenerator:
-    # Not torch.manual_seed, which seeds every device and takes a hundred times as long.
+    # torch.manual_seed seeds every device, and takes a hundred times as long.
     return DefaultGenerator(generator.manual_seed, generator.get_state, generator.set_state)

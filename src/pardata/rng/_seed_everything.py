@@ -1,4 +1,4 @@
-"""One seed for all generators."""
+"""`seed_everything`: seed all default generators."""
 
 import os
 from typing import Any
@@ -39,7 +39,7 @@ def seed_everything(seed: int, *, per_rank: bool = False, deterministic: bool = 
     check_bool("per_rank", per_rank)
     check_bool("deterministic", deterministic)
     loaders.clear()
-    run_seed.seed, run_seed.calls = seed, 0  # without the rank: `backward` mixes that in anyway
+    run_seed.seed, run_seed.calls = seed, 0  # without the rank, which `backward` mixes in
     if per_rank:
         seed = mix(seed, require_world("seed_everything(per_rank=True)").rank)
     seed_generators(seed)
@@ -48,7 +48,7 @@ def seed_everything(seed: int, *, per_rank: bool = False, deterministic: bool = 
         # cuBLAS reads it when it starts; see torch.use_deterministic_algorithms.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-        # It would fill all memory that is not yet written, by a kernel for each tensor.
+        # PyTorch would otherwise fill each uninitialised tensor, with one kernel for each.
         deterministic_settings: Any = torch.utils.deterministic
         deterministic_settings.fill_uninitialized_memory = False
         torch.backends.cudnn.benchmark = False

@@ -1,4 +1,4 @@
-"""Seeds: of the run, of loaders that get none, and seeds that are made of other numbers."""
+"""The run's seed, default seeds of loaders, and the hash that derives seeds."""
 
 from dataclasses import dataclass
 from itertools import count
@@ -10,8 +10,8 @@ class RunSeed:
     """The seed from which each microbatch draws its random numbers.
 
     Attributes:
-        seed: that `seed_everything` was given; None if it was not called.
-        calls: how often, since then, `backward` was given a batch of which no loader says more.
+        seed: the argument of `seed_everything`; None if it was not called.
+        calls: number of calls of `backward` since then with a batch that is no `Microbatches`.
     """
 
     seed: int | None = None
@@ -20,30 +20,30 @@ class RunSeed:
 
 run_seed = RunSeed()
 
-# The loaders in use that got a default seed, by PyTorch's initial seed and their number. A loader
-# that is gone leaves its number to the next one: so a second run in one process has the same
-# loaders.
+# The live loaders with a default seed, by PyTorch's initial seed and their number. A new loader
+# gets the number of one that was garbage-collected, so a second run in one process has the same
+# seeds.
 loaders: dict[int, WeakValueDictionary[int, object]] = {}
 
 
 def next_index(initial: int) -> int:
-    """Return the lowest number that no loader in use has."""
+    """Return the lowest number that no live loader has."""
     taken = set(loaders.get(initial) or ())
     return next(number for number in count() if number not in taken)
 
 
 def register_loader(initial: int, number: int, loader: object) -> None:
-    """Let a loader have its number, as long as it is in use."""
+    """Give a loader its number, as long as it lives."""
     loaders.setdefault(initial, WeakValueDictionary())[number] = loader
 
 
 def default_seed(initial: int, number: int) -> int:
-    """Return the seed of loader `number` of a run, of which the first has the run's own."""
+    """Return the seed of loader `number` of a run; the first loader has PyTorch's initial seed."""
     return mix(initial, number) if number else initial
 
 
 def mix(*numbers: int) -> int:
-    """Hash integers into one of 63 bits; neighbours (seed, seed + 1) have nothing in common.
+    """Hash integers into one of 63 bits, so that seeds derived from neighbours are unrelated.
 
     SplitMix64's finaliser, once a number: Steele, Lea and Flood, "Fast Splittable Pseudorandom
     Number Generators", OOPSLA 2014.

@@ -1,4 +1,4 @@
-"""The user's line in a stack or a traceback."""
+"""Finds the user's line in a stack or a traceback."""
 
 import functools
 import os
@@ -14,11 +14,11 @@ from typing import NamedTuple
 import torch
 
 _LIBRARIES = ("pardata", "torch", "Python")
-_GENERATED = ("torchinductor_", "<eval_with_key")  # in names of files of torch.compile and fx
+_GENERATED = ("torchinductor_", "<eval_with_key")  # in file names of torch.compile and fx
 
 
 class Frame(NamedTuple):
-    """A frame of a stack: of which package ("" the user's own code), its file and line."""
+    """A stack frame: its package ("" for the user's code), its file and line, its function."""
 
     package: str
     place: str
@@ -26,12 +26,12 @@ class Frame(NamedTuple):
 
 
 def call_site() -> str:
-    """Return file and line of the user's call that led here. Reads no file."""
-    return _user_place(frames_of(sys._getframe(1)))  # noqa: SLF001  # inspect's reads files
+    """Return the file and line of the user's call into pardata. Reads no file."""
+    return _user_place(frames_of(sys._getframe(1)))  # noqa: SLF001  # `inspect` would read files
 
 
 def raise_location(error: BaseException) -> str:
-    """Return file and line of the user's code that raised `error`."""
+    """Return the file and line of the user's code that raised `error`."""
     return _user_place(_frames(traceback.walk_tb(error.__traceback__)))
 
 
@@ -41,19 +41,19 @@ def frames_of(frame: FrameType) -> list[Frame]:
 
 
 def user_frame(frames: Sequence[Frame]) -> int:
-    """Return which frame is the innermost of the user's code, else of a package, else of all."""
+    """Return the index of the user's innermost frame, else of the innermost outside libraries."""
     kinds = [(frame.package == "", frame.package not in _LIBRARIES) for frame in frames]
     return max(range(len(frames)), key=lambda n: (kinds[n], n))
 
 
 def location(frames: Sequence[Frame]) -> str:
-    """Return the user's line in which a thread is, and the innermost frame in brackets."""
+    """Return the place of the user's innermost frame, with the innermost of all in brackets."""
     user, last = frames[user_frame(frames)], frames[-1]
     return user.place if user is last else f"{user.place} ({last.function}, {last.place})"
 
 
 def _user_place(frames: Sequence[Frame]) -> str:
-    """Return the place of the innermost frame that is of no library, else of all."""
+    """Return the place of the innermost frame outside of libraries, else of the last frame."""
     users = [frame for frame in frames if frame.package not in _LIBRARIES] or frames
     return users[-1].place if users else "an unknown line"
 
@@ -68,14 +68,14 @@ def _frames(frames: Iterable[tuple[FrameType, int]]) -> list[Frame]:
 
 
 def _short(file: str) -> str:
-    with suppress(OSError):  # the folder in which we are is gone
+    with suppress(OSError):  # the working directory is gone
         return file.removeprefix(f"{Path.cwd()}{os.sep}")
     return file
 
 
 @functools.cache
 def _source(file: str) -> tuple[str, str]:
-    """Return whose code a file is, "" for the user's own, and its path in that of others."""
+    """Return the package of a file, "" for the user's code, and its path within the package."""
     for root in Path(__file__).parents[1], Path(torch.__file__ or __file__).parent:
         if Path(file).is_relative_to(root):
             return root.name, str(Path(file).relative_to(root.parent))

@@ -1,4 +1,4 @@
-"""A client of the process group's key-value store, whose requests all have a deadline."""
+"""A client of the process group's key-value store. Every request has a deadline."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -15,8 +15,8 @@ from pardata.store._remote_error import mark_secondary
 _T = TypeVar("_T")
 
 SERVER = "the process that serves the group's store (rank 0, or torchrun's agent)"
-# Seconds that a request may take beyond its own wait: a loaded server is slow. One that has ended
-# is noticed at once; this is for a process that is stopped, or a network that is down.
+# Seconds that a request may take in addition to its wait, because a loaded server is slow. A server
+# that has ended is noticed at once; a stopped one, or a broken network, after this margin.
 _MARGIN = 10.0
 _NO_WAIT = timedelta(0)
 
@@ -27,11 +27,11 @@ class StoreClient:
 
     Attributes:
         store: the store.
-        timeout: for how long to wait for other ranks by default.
+        timeout: the default timeout of waits for other ranks.
         rank: of this process.
         size: number of ranks.
-        rounds: number of rounds (see ``_round``) that this rank has begun.
-        closed: why no round can follow, "" if one can.
+        rounds: number of rounds (see ``_round``) that this rank has started.
+        closed: the reason why no round can follow, "" if there is none.
     """
 
     store: dist.Store
@@ -40,14 +40,14 @@ class StoreClient:
     size: int
     rounds: int = 0
     closed: str = ""
-    _is_held: bool = False  # by a thread that was left behind
+    _is_held: bool = False  # an unfinished thread has the connection's lock
 
     def request(self, work: Callable[[dist.Store], _T], wait: timedelta = _NO_WAIT) -> _T:
         """Return ``work(store)``, which may wait for other ranks for `wait`.
 
-        It runs in a thread. So Ctrl-C interrupts it, and it can be left behind: torch has no
-        deadline for a store whose process is stopped (pytorch/pytorch#129367). A thread that is
-        left holds the lock of its connection, so the next request opens another one.
+        It runs in a thread, so that Ctrl-C and the deadline work: torch waits forever for a store
+        whose process is stopped (pytorch/pytorch#129367). An unfinished thread holds the lock of
+        its connection, so the next request opens a new connection.
 
         Raises:
             TimeoutError: the store does not answer.
@@ -59,7 +59,7 @@ class StoreClient:
             try:
                 store = before.clone() if held else before
                 answer.set_result((store, work(store)))
-            except BaseException as error:  # noqa: BLE001  # raised by the caller
+            except BaseException as error:  # noqa: BLE001  # raised in the calling thread
                 answer.set_exception(error)
 
         try:
@@ -83,12 +83,12 @@ def _start(run: Callable[[], None]) -> None:
         Thread(target=run, daemon=True).start()
     except RuntimeError:
         if main_thread().is_alive():
-            raise  # a signal's handler raises it: the thread may have begun
-        run()  # from Python 3.12 on an interpreter that ends may start no thread
+            raise  # raised by a signal's handler: the thread may have started
+        run()  # from Python 3.12 on, no thread can start at interpreter exit
 
 
 def wait_for(store: dist.Store, keys: list[str], timeout: timedelta) -> bool:
-    """Wait for all `keys`; return whether they came in time."""
+    """Wait for all `keys`; return whether they were set before the timeout."""
     try:
         store.wait(keys, timeout)
     except dist.DistNetworkError:
@@ -99,15 +99,15 @@ def wait_for(store: dist.Store, keys: list[str], timeout: timedelta) -> bool:
 
 
 def set_once(store: dist.Store, key: str, text: str) -> str:
-    """Set a key that is not set yet; return the text that it has, which may be another rank's."""
+    """Set a key unless it is set; return its value, which may be another rank's."""
     found: str = store.compare_set(key, "", text).decode()
     if found == text:
-        store.set(key, text)  # a TCPStore without libuv wakes those who wait only by this
+        store.set(key, text)  # only `set` wakes waiting clients of a TCPStore without libuv
     return found
 
 
 def multi_get_or_none(store: dist.Store, keys: Sequence[str]) -> list[str | None]:
-    """Return the texts of these keys, None for one that is not set."""
+    """Return the values of `keys`, None for a key that is not set."""
     present = list(keys)
     if not store.check(present):
         present = [key for key in keys if store.check([key])]
@@ -116,5 +116,5 @@ def multi_get_or_none(store: dist.Store, keys: Sequence[str]) -> list[str | None
 
 
 def append(store: dist.Store, key: str, line: str) -> None:
-    """Add a line to those of `key`."""
+    """Append a line to the value of `key`."""
     store.append(key, f"{line}\n")  # type: ignore[attr-defined]  # missing in torch's stubs

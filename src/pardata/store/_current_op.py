@@ -1,4 +1,4 @@
-"""The operation that the training thread is in; the watchdog of a stalled run reads it."""
+"""The current operation of the training thread, which the watchdog reads."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,20 +6,20 @@ from threading import get_ident
 from time import monotonic
 from typing import Any, TypeAlias
 
-LOADER = "its loader"  # the operation of a rank that waits for a batch
-# The call of pardata ("" in the user's own code), since when, and the step of a loader. A plain
+LOADER = "its loader"  # the operation while a rank waits for a batch
+# The call of pardata ("" in the user's code), its start time, and the step of the loader. A plain
 # tuple takes half a microsecond less than a class.
 OpRecord: TypeAlias = tuple[str, float, Any]
 
 
 class CurrentOp:
-    """One record at a time, written by the training thread and read by another.
+    """The record of the current operation, written by the training thread, read by the watchdog.
 
     Attributes:
-        thread: the one that writes; 0 if nobody reads.
-        leads: the call in which this rank works while the others wait for it, "" outside of one.
-        forbids: why no call may be made that needs all ranks, "" if one may.
-        record: of the operation.
+        thread: the id of the training thread; 0 without a watchdog.
+        leads: the call in which the other ranks wait for this one, "" outside of one.
+        forbids: the reason why a collective call must not be made, "" if it may.
+        record: the record of the operation.
     """
 
     def __init__(self) -> None:
@@ -27,11 +27,11 @@ class CurrentOp:
         self.record: OpRecord = ("", 0.0, None)
 
     def begin(self) -> None:
-        """Let this thread be the one that writes."""
+        """Make this thread the training thread."""
         self.thread, self.record = get_ident(), ("", monotonic(), None)
 
     def push(self, call: str) -> OpRecord | None:
-        """Begin an operation; return the enclosing one, for `pop`."""
+        """Start an operation; return the enclosing one, for `pop`."""
         if get_ident() != self.thread:
             return None
         before = self.record
@@ -39,12 +39,12 @@ class CurrentOp:
         return before
 
     def pop(self, before: OpRecord | None, *step: Any) -> None:
-        """End an operation, perhaps with a new step. The enclosing one has made progress."""
+        """End an operation, perhaps with a new step, as progress of the enclosing operation."""
         if before is not None:
             self.record = (before[0], monotonic(), *(step or before[2:]))
 
     def heartbeat(self) -> None:
-        """Note that the operation has made progress."""
+        """Record that the operation has made progress."""
         if get_ident() == self.thread:
             self.pop(self.record)
 
@@ -54,7 +54,7 @@ current_op = CurrentOp()
 
 @contextmanager
 def forbidding_calls(why: str) -> Iterator[None]:
-    """Let each call that needs all ranks raise in the block; `why` follows its name."""
+    """Make each collective call in the block raise; `why` follows its name in the error."""
     before, current_op.forbids = current_op.forbids, why
     try:
         yield
@@ -63,6 +63,6 @@ def forbidding_calls(why: str) -> Iterator[None]:
 
 
 def check_allowed(call: str) -> None:
-    """Raise a `RuntimeError` where `call`, which needs all ranks, must not be made."""
+    """Raise a `RuntimeError` if the collective `call` is forbidden now."""
     if current_op.forbids:
         raise RuntimeError(f"`{call}` {current_op.forbids}")

@@ -1,9 +1,9 @@
-"""Who says what: ranks by number, and one line for each set of ranks that say the same."""
+"""Formats lists of ranks, and tables with one line for each set of ranks with equal texts."""
 
 from collections.abc import Sequence
 from itertools import groupby
 
-_LONG = 4  # ranks in a row, which are written from the first to the last
+_LONG = 4  # consecutive ranks from this number on are written as a range
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
@@ -16,7 +16,7 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 
 def format_rank_table(lines: Sequence[str]) -> str:
-    """Return a table of what each rank says, in rank order; the odd one out is easy to see.
+    """Return a table of one text of each rank, with equal texts in one line.
 
     >>> print(format_rank_table(["length=10", "length=9", "length=10"]))
       ranks 0, 2: length=10

@@ -1,4 +1,4 @@
-"""An exception of one rank as plain data, so that other ranks can log it, or raise it again."""
+"""An exception of one rank as plain data, which other ranks can log or raise."""
 
 import base64
 import pickle
@@ -15,26 +15,27 @@ from pardata.store._caller import raise_location
 _E = TypeVar("_E", bound=BaseException)
 
 _MARK = "_pardata_secondary"
-# The texts of gloo, which name a file of its sources or are one of these. GPUs' have a type.
+# gloo's errors name a file of its sources, or are one of these texts. NCCL's are a
+# DistBackendError.
 _LOST_BY_GLOO = re.compile(
     r"gloo/|Application timeout caused pair closure|[Tt]imed out waiting \d+ms"
 )
 _TIMED_OUT = re.compile(r"[Tt]imed out waiting|wait timeout|operation timeout|Socket Timeout")
-_LOST_BY_GPUS = re.compile(r"remote|connection|abort|\btime", re.IGNORECASE)  # no "runtime"
+_LOST_BY_GPUS = re.compile(r"remote|connection|abort|\btime", re.IGNORECASE)  # not "runtime"
 _MOST = 2**16  # characters of a text, and bytes of a pickled exception
 _LINE_LENGTH = 2000
 
 
 @dataclass(frozen=True)
 class RemoteError:
-    """An exception, and where it was raised; fits in JSON.
+    """An exception and its origin, as values that fit in JSON.
 
     Attributes:
-        rank: of the process that raised it.
-        call: the name of the call of pardata in which it was raised, "" if in none.
-        text: its type and text, and in a failure of the run the line that raised it.
-        traceback: of the exception, "" if no other rank raises it.
-        pickled: the exception itself, if it survives pickle and is at most 64 KiB.
+        rank: the rank that raised it.
+        call: the name of the call of pardata that raised it, "" outside of one.
+        text: its type and message; for the failure of the run also the line that raised it.
+        traceback: the formatted traceback, "" if no other rank raises the error.
+        pickled: the pickled exception, if it survives pickling and has at most 64 KiB.
         is_secondary: whether another rank's failure caused it.
     """
 
@@ -58,13 +59,13 @@ class RemoteError:
         return f"rank {self.rank} failed in `{self.call}`: {self.text}"
 
     def to_exception(self) -> BaseException:
-        """Return the exception itself if it can be pickled, else a `RuntimeError` with its text.
+        """Return the exception if it was pickled, else a `RuntimeError` with its text.
 
         Its cause has the traceback.
         """
         error: BaseException = RuntimeError(self.summary)
         if self.pickled is not None:
-            error = pickle.loads(base64.b64decode(self.pickled))  # noqa: S301  # of a rank
+            error = pickle.loads(base64.b64decode(self.pickled))  # noqa: S301  # of this run
         origin = f"raised on rank {self.rank} in `{self.call}`:\n\n{self.traceback}"
         error.__cause__ = RuntimeError(origin)
         return error
@@ -77,12 +78,12 @@ def mark_secondary(error: _E) -> _E:
 
 
 def is_secondary(error: BaseException) -> bool:
-    """Return whether another rank's failure caused `error`, or an error that led to it."""
+    """Return whether another rank's failure caused `error`, or an exception in its chain."""
     return any(hasattr(link, _MARK) or _is_of_backend(link) for link in exception_chain(error))
 
 
 def is_peer_failure(error: BaseException) -> bool:
-    """Return whether the backend raised `error`, because a peer was not in the collective."""
+    """Return whether the backend raised `error` because a peer is gone or did not come."""
     marked = any(hasattr(link, _MARK) for link in exception_chain(error))
     return _is_of_backend(error) and not marked
 
@@ -111,23 +112,23 @@ def exception_chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def type_and_message(error: BaseException) -> str:
-    """Return type and text of `error` as Python prints them, of a very long text the beginning."""
+    """Return the type and message of `error`, as Python prints them, at most 64 Ki characters."""
     return "".join(traceback.format_exception_only(error)).strip()[:_MOST]
 
 
 def summary_line(error: BaseException) -> str:
-    """Return type, the first line of the text, and the line of the user's code that raised it."""
+    """Return the type, the first line of the message, and the user's line that raised `error`."""
     first = type_and_message(error).partition("\n")[0].removesuffix(":")[:_LINE_LENGTH]
     return f"{first} ({raise_location(error)})"
 
 
 def _pickled(error: BaseException) -> str | None:
-    # Some exceptions cannot be unpickled (an __init__ with several arguments), or come back as
-    # another type or without their text. One that holds a document, as a parser's, is too large.
+    # Some exceptions cannot be unpickled (an __init__ with several arguments), or change their type
+    # or text. A parser's may hold a whole document.
     try:
         data = pickle.dumps(error)
-        back = pickle.loads(data)  # noqa: S301  # our own bytes
+        back = pickle.loads(data)  # noqa: S301  # pickled one line above
         same = type(back) is type(error) and str(back) == str(error) and len(data) <= _MOST
-    except Exception:  # noqa: BLE001  # user code runs here: whatever it raises means "text only"
+    except Exception:  # noqa: BLE001  # the user's pickling may raise anything
         return None
     return base64.b64encode(data).decode() if same else None

@@ -1,10 +1,11 @@
 """A round: all ranks contribute a value over the store, and all get one result or one error.
 
-The rounds of a group are numbered, and every rank makes the same ones in the same order. In each
-a rank writes its contribution, counts itself in, and waits for one key, the result. The first
-result stands. The last rank to arrive writes it, or one that fails while it works for the others.
-A rank that waits in vain writes who is missing, and one that leaves the group writes
-why: no round can follow then. Only the request that reads all contributions grows with the ranks.
+The rounds of a group are numbered, and every rank takes part in all of them, in the same order. A
+rank writes its contribution, increments a counter, and waits for the key of the result. Only the
+first result is stored. The last rank to arrive writes it, or a rank that fails in its `lead`
+section. After a timeout a rank writes the missing ranks, and a rank that leaves the group writes
+the reason. No round follows such a result. Only the request that reads all contributions grows with
+the number of ranks.
 """
 
 import hashlib
@@ -23,16 +24,17 @@ from pardata.store._current_op import check_allowed, current_op, forbidding_call
 from pardata.store._rank_format import format_rank_table, format_ranks
 from pardata.store._remote_error import RemoteError, is_secondary, mark_secondary, type_and_message
 
-Decide: TypeAlias = Callable[[list[Any]], object]  # gets the values of all ranks, in rank order
+# Its argument: the values of all ranks, in rank order.
+Decide: TypeAlias = Callable[[list[Any]], object]
 Facts: TypeAlias = Mapping[str, object]
 Result: TypeAlias = dict[str, Any]
 
 _RAISABLE = {e.__name__: e for e in (RuntimeError, ValueError, TypeError, TimeoutError)}
 _SAME_CALLS = "every rank must make the same calls in the same order, but"
-# Characters of a value and of an error, and errors in a result: a TCPStore closes a connection
-# that sends more than 8 MiB.
+# Bounds of a value and an error in characters, and of errors in a result. A TCPStore closes a
+# connection that sends more than 8 MiB.
 _MOST, _MOST_TEXT, _MOST_ERRORS = 2**22, 2**16, 8
-_SHOWN = 3  # facts that differ, in an error
+_SHOWN = 3  # the number of differing facts in an error
 
 
 def exchange(
@@ -42,17 +44,17 @@ def exchange(
     decide: Decide = lambda _: None,
     timeout: timedelta | None = None,
 ) -> Any:
-    """Return what `decide` makes of the values that `contribute` returns on all ranks. Collective.
+    """Return ``decide(values)`` of the values that `contribute` returns on the ranks. Collective.
 
     Values and decision must fit in JSON.
 
     Args:
         client: of the store.
         call: the name of the call in errors.
-        contribute: returns a value. An exception in it is raised on this rank, and in a text on the
-            others.
-        decide: runs on the rank that arrives last. An exception in it is raised on every rank.
-        timeout: for how long to wait for the other ranks; that of `client` if not given.
+        contribute: returns a value. This rank raises an exception in it, and the others an error
+            with its text.
+        decide: runs on the rank that arrives last. Every rank raises an exception in it.
+        timeout: of the wait for the other ranks; that of `client` if not given.
 
     Raises:
         TimeoutError: ranks did not come, or the store does not answer. The error names them.
@@ -73,7 +75,7 @@ def exchange(
         value, error = None, raised
     try:
         result = this.wait(timeout or client.timeout, value, error)
-        # An error that another rank's caused gives way to it, if that is known.
+        # If another rank's error caused this one, raise the cause.
         failed = result.get("errors")
         if error is not None and failed and is_secondary(error) == failed[0]["is_secondary"]:
             raise error
@@ -81,18 +83,18 @@ def exchange(
     except Exception as raised:
         if error is None or raised is error:
             raise
-        raise raised from error  # it may be why other ranks did not come
+        raise raised from error  # the error may be the reason why other ranks did not come
     finally:
-        error = None  # held by this frame it would live until a garbage collection
+        error = None  # the frame would hold the error until a garbage collection
 
 
 def require_equal(
     client: StoreClient, call: str, facts_of: Callable[[], Facts], differ: Decide
 ) -> None:
-    """Require that `facts_of` returns the same on every rank, of whatever length. Collective.
+    """Raise unless `facts_of` returns the same on every rank; facts may be long. Collective.
 
-    The ranks compare a digest. Only if it differs, they send their facts to one rank, and all raise
-    what `differ` raises there.
+    The ranks compare a digest. Only if it differs they send their facts, and all raise the error of
+    `differ`.
     """
     facts: dict[str, object] = {}
 
@@ -105,7 +107,7 @@ def require_equal(
 
 
 def raise_if_different(call: str, rows: list[dict[str, object]], cure: str) -> None:
-    """Raise a `RuntimeError` with a table of the facts in which ranks differ, if they do."""
+    """Raise a `RuntimeError` with a table of the differing facts, if ranks differ."""
     columns = dict.fromkeys(name for facts in rows for name in facts)
     rows = [{name: facts.get(name, "(nothing)") for name in columns} for facts in rows]
     names = [name for name in columns if len({repr(facts[name]) for facts in rows}) > 1]
@@ -120,9 +122,9 @@ def raise_if_different(call: str, rows: list[dict[str, object]], cure: str) -> N
 
 @contextmanager
 def lead(client: StoreClient, call: str) -> Iterator[None]:
-    """Work for the other ranks, which are in an `exchange`. It must follow the block on this one.
+    """Run a section while the other ranks wait in `exchange`, which must follow on this rank.
 
-    An exception in the block is the result of that round, so it is raised on every rank at once.
+    An exception in the block becomes the result of that round, so every rank raises it at once.
     """
     check_allowed(call)
     current_op.leads = section = call.partition("(")[0]
@@ -135,7 +137,7 @@ def lead(client: StoreClient, call: str) -> Iterator[None]:
             yield
     except BaseException as error:
         remote = RemoteError.of(error, rank=client.rank, call=section)
-        with suppress(Exception):  # the first error says more
+        with suppress(Exception):  # the error of the block matters more
             this = _Round(client, call)
             client.request(lambda store: this.publish(store, {"errors": [asdict(remote)]}))
         raise
@@ -144,10 +146,10 @@ def lead(client: StoreClient, call: str) -> Iterator[None]:
 
 
 def abort_rounds(client: StoreClient, text: str, kind: str = "RuntimeError") -> None:
-    """Let each rank that waits for this one, now or later, raise an error with `text`.
+    """Make each rank that waits for this one, now or later, raise an error with `text`.
 
-    They wait in the first round without a result. That is this rank's last one, if it was
-    interrupted in it, else the next.
+    They wait in the first round without a result. It is this rank's current round, if it was
+    interrupted in that, else the next one.
     """
     client.closed = client.closed or text
     result = json.dumps({"closed": [kind, text]})
@@ -183,7 +185,7 @@ class _Round:
     ) -> Result:
         """Contribute `value` or `error`, and return the result once it is there.
 
-        As often as the group's timeout passes, the store must answer.
+        The wait is split by the group's timeout, so that a stopped store is noticed.
         """
         before, remaining, has_arrived = current_op.push(self._call), timeout, False
 
@@ -208,21 +210,23 @@ class _Round:
         """Write this rank's contribution, and the result if it is the last one to arrive."""
         client, failed = self._client, None
         if error is not None:
-            text, follows = type_and_message(error), is_secondary(error)  # the others see a text
+            # The other ranks raise its text.
+            text, follows = type_and_message(error), is_secondary(error)
             failed = asdict(RemoteError(client.rank, self._call, text, is_secondary=follows))
         entry = {"round": self._number, "call": self._call, "value": value, "error": failed}
         store.set(f"at/{client.rank}", json.dumps(entry))
         if store.add(f"count/{self._number}", 1) == client.size:
             store.delete_key(f"count/{self._number}")
-            store.delete_key(f"result/{self._number - 1}")  # all are here, so all have read it
+            # All ranks have arrived, so all have read it.
+            store.delete_key(f"result/{self._number - 1}")
             self.publish(store, self._decide_result(_entries(store, client.size)))
 
     def publish(self, store: dist.Store, result: Result) -> str:
-        """Write a result if none stands; return the one that stands."""
+        """Write the result unless there is one; return the stored one."""
         return set_once(store, self._key, json.dumps(result))
 
     def value_or_raise(self, result: Result) -> Any:
-        """Return the value of a result, or raise what it has instead."""
+        """Return the value of a result, or raise its error."""
         client = self._client
         if "closed" in result:
             kind, client.closed = result["closed"]
@@ -233,14 +237,14 @@ class _Round:
             raise _RAISABLE[kind](text)
         if "errors" in result:
             errors = [RemoteError(**one) for one in result["errors"]]
-            if errors[0].traceback:  # a rank that led has failed
+            if errors[0].traceback:  # an exception in a `lead` section
                 raise mark_secondary(errors[0].to_exception())
             seen = f"(seen on rank {client.rank}, which did nothing wrong)"
             raise mark_secondary(RuntimeError("\n".join([*(e.summary for e in errors), seen])))
         return result["value"]
 
     def _late(self, store: dist.Store, timeout: timedelta) -> Result:
-        """Return the result of a rank that has waited in vain."""
+        """Return the result after a timeout, which names the missing ranks."""
         entries = _entries(store, self._client.size)
         late = [rank for rank, entry in enumerate(entries) if entry["round"] < self._number]
         if not late:
@@ -251,12 +255,12 @@ class _Round:
 
     def _decide_result(self, entries: list[dict[str, Any]]) -> Result:
         """Return the result of the contributions of all ranks."""
-        later = ", which comes later"  # a rank's wait may have been interrupted
+        later = ", which comes later"  # an interrupted rank may be in a later round
         calls = [entry["call"] + later * (entry["round"] > self._number) for entry in entries]
         if len(set(calls)) > 1:
             return {"raises": ["RuntimeError", f"{_SAME_CALLS} here:\n{format_rank_table(calls)}"]}
         if failed := [entry["error"] for entry in entries if entry["error"]]:
-            failed.sort(key=lambda error: error["is_secondary"])  # causes first
+            failed.sort(key=lambda error: error["is_secondary"])  # primary errors first
             return {"errors": failed[:_MOST_ERRORS]}
         try:
             return {"value": self._decide([entry["value"] for entry in entries])}
@@ -267,13 +271,13 @@ class _Round:
 
 
 def _entries(store: dist.Store, size: int) -> list[dict[str, Any]]:
-    """Return the last contribution of each rank, of round 0 if there is none yet."""
+    """Return the last contribution of each rank; it is of round 0 if there is none yet."""
     texts = multi_get_or_none(store, [f"at/{rank}" for rank in range(size)])
     return [json.loads(text or '{"round": 0}') for text in texts]
 
 
 def missing_ranks_text(missing: list[int], size: int, when: str) -> str:
-    """Name ranks that did not come, and say where to look."""
+    """Return a text that names the missing ranks and where to look."""
     ranks = format_ranks(missing)
     return (
         f"{ranks} of {size} did not come{when}: look at the output of {ranks} for an earlier "

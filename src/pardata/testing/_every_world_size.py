@@ -1,4 +1,4 @@
-"""Does a training function do the same at every world size, and if not, where do they part?"""
+"""Runs a training function at several world sizes, and compares the steps of all ranks."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import zip_longest
@@ -75,12 +75,12 @@ def assert_same_at_every_world_size(
 
 
 def _recorded(train: Any, args: Any) -> list[dict[str, Any]]:
-    """Return what this rank yields after each step."""
+    """Return the tensors that `train` yields on this rank after each step."""
     return [_copied(trained) for trained in train(*args)]
 
 
 def _copied(trained: Any) -> dict[str, Any]:
-    """Return copies of what was yielded: the next step changes it."""
+    """Return copies of the yielded tensors, because the next step changes them."""
     named = dict(named_tensors(trained)) if isinstance(trained, nn.Module) else trained
     full = {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in named.items()}
     return {k: v.detach().cpu().clone() if isinstance(v, Tensor) else v for k, v in full.items()}

@@ -1,4 +1,4 @@
-"""Run a function on several processes with a working process group."""
+"""`run`: call a function on several processes with a process group."""
 
 import faulthandler
 import gc
@@ -24,10 +24,10 @@ from pardata.store._remote_error import RemoteError, mark_secondary
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
 
-# How long the others may run after one rank has failed, to fail in their turn.
+# Seconds in which the other ranks may end after one has failed.
 _GRACE = 5.0
 _JOINED = ("PARDATA_JOINED", "PARDATA_LAUNCHER")
-# The last two are imported by the first optimizer and by fully_shard, and take a second.
+# The first optimizer and fully_shard import the last two, which takes a second.
 _PRELOADED = ["pardata.testing", "torch._dynamo", "torch.distributed.fsdp"]
 
 
@@ -76,7 +76,7 @@ def run(
         processes: list[tuple[Any, Connection]] = []
         outcomes: dict[int, Any] = {}
         try:
-            # One by one: those before one that cannot be started are ended.
+            # One by one, so that `processes` holds those to end if the next cannot be started.
             processes.extend(_start(rank, settings, job) for rank in range(world_size))
             return _join(processes, outcomes, settings)
         finally:
@@ -89,9 +89,9 @@ def run(
 
 
 def _environment(added: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a rank: those of this process, without its launcher's, and more."""
-    # A test that inherits the launcher of its runner would join as somebody else's rank. The
-    # server's environment is that of its start; a test may have changed its own since.
+    """Return the variables of a rank: those of this process without its launcher's, and `added`."""
+    # With the variables of its runner's launcher, a test would join as a rank of that. The fork
+    # server has the environment of its start, and a test may have changed variables since.
     excluded = {*_JOINED, *(name for launcher in LAUNCHERS for name in launcher.variables)}
     prefixes = tuple(family for launcher in LAUNCHERS for family in launcher.prefixes)
     inherited = ((n, text) for n, text in os.environ.items() if not n.startswith(prefixes))
@@ -99,7 +99,7 @@ def _environment(added: Mapping[str, str]) -> dict[str, str]:
 
 
 class _Job(NamedTuple):
-    """What the processes of one run have in common."""
+    """The settings that all processes of one `run` share."""
 
     directory: str
     size: int
@@ -109,10 +109,10 @@ class _Job(NamedTuple):
 
 
 def _start(rank: int, settings: _Job, job: bytes) -> tuple[Any, Connection]:
-    """Return the process of a rank, and where it sends a `RemoteError`, or its pickled result."""
+    """Start a rank; return its process, and the pipe of its pickled result or `RemoteError`."""
     pipe, sender = multiprocessing.Pipe(duplex=False)
-    # A server process that has imported torch forks a rank in milliseconds; a fresh interpreter
-    # takes seconds. It is a child of this process and ends with it.
+    # A fork server that has imported torch forks a rank in milliseconds; a new interpreter takes
+    # seconds. The server is a child of this process, and ends with it.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     process = context.Process(target=_work, args=(rank, settings, job, sender))
@@ -124,15 +124,15 @@ def _start(rank: int, settings: _Job, job: bytes) -> tuple[Any, Connection]:
 def _join(
     processes: list[tuple[Any, Connection]], outcomes: dict[int, Any], settings: _Job
 ) -> list[Any]:
-    """Return what the ranks return, or raise what the first one to fail raised.
+    """Return the results of the ranks, or raise the error of the first rank to fail.
 
-    Their `outcomes` are added as they come.
+    It adds their `outcomes` as they arrive.
     """
     deadline, failures = time.monotonic() + settings.timeout, list[RemoteError]()
     while waiting := [rank for rank in range(settings.size) if rank not in outcomes]:
         ready = wait([processes[rank][1] for rank in waiting], max(0, deadline - time.monotonic()))
         if not ready:
-            if failures:  # the others are stuck because of it
+            if failures:  # the other ranks wait for the failed one
                 break
             raise TimeoutError(_timeout_text(waiting, settings))
         for rank in waiting:
@@ -145,7 +145,7 @@ def _join(
     if failures:
         first = next((each for each in failures if not each.is_secondary), failures[0])
         raise mark_secondary(first.to_exception())
-    return [pickle.loads(outcomes[rank]) for rank in sorted(outcomes)]  # noqa: S301  # our own children's
+    return [pickle.loads(outcomes[rank]) for rank in sorted(outcomes)]  # noqa: S301  # from child processes
 
 
 def _received(rank: int, process: Any, pipe: Connection) -> Any:
@@ -170,21 +170,21 @@ def _timeout_text(stuck: list[int], settings: _Job) -> str:
 
 
 def _work(rank: int, settings: _Job, job: bytes, pipe: Connection) -> None:
-    """Be one rank: join, run, report."""
-    gc.freeze()  # a collection would walk all that the server has imported, torch among it
-    # That of the parent, for a rank's own children: a process from a server would ask for another
-    # server, and each DataLoader worker would take seconds to import torch.
+    """Run `fn` as one rank, and send its result."""
+    gc.freeze()  # otherwise a collection would walk all modules of the server
+    # The start method of the parent, for DataLoader workers of this rank. A forkserver would start
+    # another server, and import torch for seconds.
     multiprocessing.set_start_method(settings.start_method, force=True)
     torch.set_num_threads(1)
     try:
         os.environ.clear()
         os.environ.update(settings.env, LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(settings.size))
         with Path(f"{settings.directory}/stack-{rank}").open("w") as stack:
-            # Just before the parent gives up, write where this rank is.
+            # Write this rank's stack just before the parent's timeout.
             faulthandler.dump_traceback_later(max(0.1, settings.timeout - 1), file=stack)
             outcome: bytes | RemoteError = pickle.dumps(_joined_call(rank, settings, job))
             faulthandler.cancel_dump_traceback_later()
-    except BaseException as error:  # noqa: BLE001  # SystemExit too: the parent raises it
+    except BaseException as error:  # noqa: BLE001  # the parent raises it, SystemExit too
         outcome = RemoteError.of(error, rank=rank, call="run")
     flush_output()
     pipe.send(outcome)
@@ -194,12 +194,12 @@ def _joined_call(rank: int, settings: _Job, job: bytes) -> Any:
     size, limit = settings.size, timedelta(seconds=settings.timeout)
     store = dist.FileStore(f"{settings.directory}/store", size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
-    # torch does not wait: a rank whose `fn` leaves the group at once would close connections that
-    # another is still making.
+    # torch does not wait. A rank whose `fn` ends at once would close connections that others still
+    # open.
     dist.barrier()
-    fn, args = pickle.loads(job)  # noqa: S301  # our own parent's
+    fn, args = pickle.loads(job)  # noqa: S301  # from the parent process
     result = fn(*args)
-    # Nobody leaves while another still needs the connection.
+    # No rank leaves while another needs its connection.
     dist.barrier()
     dist.destroy_process_group()
     return result

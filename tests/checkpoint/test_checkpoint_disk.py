@@ -158,7 +158,7 @@ def waits():
     Rank 0 waits for its thread then, and another rank for the store's answer.
     """
     if world().is_main:
-        return "_background.join" in calls_of(threading.main_thread())
+        return "_background_task.join" in calls_of(threading.main_thread())
     return any({"_round.listen", "_client.wait_for"} <= calls_of(t) for t in threading.enumerate())
 
 

@@ -1,4 +1,4 @@
-"""What a batch is made of: its tensors, lists and texts; and a batch without rows."""
+"""Finds the tensors of a batch, and makes a batch without rows."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -10,22 +10,22 @@ from pardata._pytree import KeyPath, keystr, leaves_with_path, map_with_path
 
 
 class Ragged(list[Any]):
-    """A column of a batch whose rows differ in shape: an item for each sample."""
+    """A column of a batch whose rows differ in shape: a list of one item for each sample."""
 
 
 def is_list(part: Any) -> bool:
-    """Whether this is a list or a tuple, but no named one."""
+    """Whether this is a list or a tuple, but no named tuple."""
     return isinstance(part, list | tuple) and not hasattr(part, "_fields")
 
 
 def is_text(part: Any) -> bool:
-    """Whether this is what the default `collate_fn` makes of strings: one for each row."""
+    """Whether this is a list of strings, as the default `collate_fn` returns for a string field."""
     return is_list(part) and all(isinstance(item, str | bytes) for item in part)
 
 
 def iter_tensors(batch: Any, seen: dict[int, Any] | None = None) -> Iterator[Tensor]:
-    """Yield every tensor in `batch`, however it is nested, and in the attributes of its objects."""
-    seen = {} if seen is None else seen  # what it holds lives on: another might get its number
+    """Yield every tensor in `batch`, also in attributes of its objects."""
+    seen = {} if seen is None else seen  # holds the objects, so that their ids are not reused
     for _, leaf in leaves_with_path(batch, is_leaf=lambda part: hasattr(part, "__dict__")):
         if id(leaf) in seen:
             continue
@@ -37,11 +37,11 @@ def iter_tensors(batch: Any, seen: dict[int, Any] | None = None) -> Iterator[Ten
 
 
 def _inside(part: Any) -> list[Any]:
-    """Return what is in the attributes of an object, and in it if it is a collection too."""
+    """Return the attributes of an object, and its items if it is a collection."""
     held = list(getattr(part, "__dict__", {}).values())
     slots = (name for kind in type(part).__mro__ for name in getattr(kind, "__slots__", ()))
     held += [getattr(part, name) for name in slots if hasattr(part, name)]
-    # Microbatches, say, hold a placeholder next to what they are made of.
+    # `Microbatches` have items and a placeholder.
     is_collection = isinstance(part, Sequence) and hasattr(part, "__dict__")
     if is_collection or isinstance(part, set | frozenset):
         held += part
@@ -49,15 +49,15 @@ def _inside(part: Any) -> list[Any]:
 
 
 def empty_batch(batch: Any, *, lists_are_columns: bool) -> Any:
-    """Return `batch`, of one sample, with none: each tensor cut to ``[:0]``, strings to ``[]``.
+    """Return `batch`, of one sample, without rows: tensors and lists of strings cut to ``[:0]``.
 
     Args:
-        batch: as the loop would get it.
-        lists_are_columns: as those of ``default_collate``. In another batch a list of one item may
-            as well be one of samples (images of unlike sizes, say), which keep their rows.
+        batch: a batch of one sample.
+        lists_are_columns: whether lists are columns, as in ``default_collate``. In other batches a
+            list of one item may be a list of samples, as of images of different sizes.
 
     Raises:
-        TypeError: for a batch that holds something else, of which nobody knows the rows.
+        TypeError: the batch holds another type, whose rows are unknown.
     """
 
     def may_be_samples(part: Any) -> bool:
@@ -83,5 +83,5 @@ def empty_batch(batch: Any, *, lists_are_columns: bool) -> Any:
 
 
 def is_opaque(batch: Any) -> bool:
-    """Whether this looks like a collection, but is text, or a tensor in disguise."""
+    """Whether this collection is one value: a list of strings, or a `PackedSequence`."""
     return isinstance(batch, PackedSequence) or is_text(batch)

@@ -1,4 +1,4 @@
-"""The arguments of make_loader: checked, completed, and compared between the ranks."""
+"""Checks the arguments of make_loader, resolves defaults, and compares both between the ranks."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -56,19 +56,20 @@ class LoaderConfig:
 
     @property
     def trains(self) -> bool:
-        """Whether the order says that this may be training."""
+        """Whether the order is that of a training: shuffled, or by a `sampler`."""
         return bool(self.shuffle) or self.sampler is not None
 
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """The values that follow from the arguments on this rank.
+    """The arguments with all defaults resolved, on this rank.
 
     Attributes:
-        world: this process, also if nothing is shared out.
-        ranks: those that share each global batch: this one alone if nothing is shared out.
-        pins: whether the batches are pinned here, and not by ``DataLoader``.
-        numbered: PyTorch's initial seed and the loader's number, of which a default seed is made.
+        world: the world of this process, also with ``distributed=False``.
+        ranks: the world that shares each global batch; of one rank with ``distributed=False``.
+        pins: whether pardata pins the batches, and not ``DataLoader``.
+        numbered: PyTorch's initial seed and the loader's number, from which a default seed is
+            derived.
     """
 
     given: LoaderConfig
@@ -83,12 +84,12 @@ class ResolvedConfig:
 
 
 def resolve(given: LoaderConfig) -> ResolvedConfig:
-    """Return what follows from the arguments, found to be the same on every rank.
+    """Return the resolved arguments, after the ranks have compared them.
 
     Collective, unless `distributed` is False.
 
     Raises:
-        TypeError, ValueError, RuntimeError: where one is wrong, or ranks disagree.
+        TypeError, ValueError, RuntimeError: an argument is wrong, or ranks disagree.
     """
     shared = given.distributed is not False
     world = _world_for(given.distributed) if shared else current_world()
@@ -120,7 +121,7 @@ def resolve(given: LoaderConfig) -> ResolvedConfig:
 
 
 def _world_for(distributed: object) -> World:
-    """Return the world that shares each global batch."""
+    """Return the world that shares each global batch; raise if `distributed` does not fit."""
     if distributed is not True and distributed != "auto":
         raise ValueError(f"`distributed` must be True, False or 'auto', but is {distributed!r}")
     world = require_world("make_loader")
@@ -133,7 +134,7 @@ def _world_for(distributed: object) -> World:
 
 
 def _resolved(given: LoaderConfig, world: World, ranks: World) -> ResolvedConfig:
-    """Return what follows from the arguments, all but a default seed; raise where one is wrong."""
+    """Return the resolved arguments except for a default seed; raise if one is wrong."""
     if unknown := given.options.keys() - DataLoaderOptions.__annotations__.keys():
         raise TypeError(f"make_loader() got an unexpected keyword argument {min(unknown)!r}")
     if given.batch_sampler is not None:
@@ -159,13 +160,13 @@ def _resolved(given: LoaderConfig, world: World, ranks: World) -> ResolvedConfig
         workers["num_workers"] = 1
         text = "one worker reads %s, because each would read all of it, without sharded=True"
         _log.info(text, type(given.dataset).__name__, once=True)
-    # DataLoader refuses its own options here, while the other ranks listen.
+    # `DataLoader` checks its options here, inside the round, so that every rank gets the error.
     _check_files(given, DataLoader(given.dataset, **workers))
     return ResolvedConfig(given, world, ranks, plan, device, workers, pins, seed)
 
 
 def _check_files(given: LoaderConfig, loader: DataLoader[Any]) -> None:
-    """Raise where forked workers would read from one open file, each moving it for the others."""
+    """Raise if forked workers would share an open file, and so its position."""
     if not loader.num_workers or start_method(loader) != "fork":
         return
     for name in ("dataset", "collate_fn"):
@@ -178,7 +179,7 @@ def _check_files(given: LoaderConfig, loader: DataLoader[Any]) -> None:
 
 
 def _check_batch_sampler(given: LoaderConfig) -> None:
-    """Raise where a `batch_sampler` comes with what it replaces."""
+    """Raise if a `batch_sampler` comes with an argument that it replaces."""
     others = {"batch_size": None, "shuffle": False, "sampler": None, "drop_last": None}
     extra = [f"`{name}`" for name, unset in others.items() if getattr(given, name) is not unset]
     if extra:
@@ -189,7 +190,7 @@ def _check_batch_sampler(given: LoaderConfig) -> None:
 
 
 def _check_data(given: LoaderConfig) -> None:
-    """Raise where the dataset cannot be read, or not in the order that is asked for."""
+    """Raise if the dataset cannot be read, or not in the given order."""
     dataset, kind = given.dataset, type(given.dataset).__name__
     if isinstance(dataset, IterableDataset):
         if given.trains or given.batch_sampler is not None:
@@ -227,13 +228,13 @@ def _check_sampler(given: LoaderConfig) -> None:
 
 def _length_of(given: LoaderConfig) -> int | None:
     if given.sharded:
-        return None  # what a rank's part says of itself is not the length of the whole
+        return None  # the length of a rank's part is not that of the dataset
     is_stream = isinstance(given.dataset, IterableDataset)
     return length_of(given.dataset) if is_stream else len(given.dataset)
 
 
 def _plan(given: LoaderConfig, ranks: World, *, drop_last: bool) -> Plan:
-    """Return the plan; raise where the batch size does not go with the world or the dataset."""
+    """Return the plan; raise if the batch size does not fit the world or the dataset."""
     batch_size, microbatch_size = given.batch_size, given.microbatch_size
     sizes = _length_of(given), batch_size or 0, drop_last, microbatch_size
     plan = Plan(*sizes, ranks.rank, ranks.size)
@@ -264,15 +265,15 @@ def _plan(given: LoaderConfig, ranks: World, *, drop_last: bool) -> Plan:
 
 
 def _warn_of_idle_ranks(settings: ResolvedConfig) -> None:
-    """Say if nothing is read, or ranks idle; note for training steps that shares are uneven."""
+    """Warn of an empty dataset and of idle ranks; note if shares are uneven."""
     given, plan = settings.given, settings.plan
     batch_size, ranks = given.batch_size, plan.size
     if plan.length == 0:
         text = "the %s is empty, so that its loader has no steps: look at where it reads from"
         _log.warning(text, type(given.dataset).__name__, ranks=[0])
     if batch_size is None:
-        return  # only the batch_sampler knows
-    # Without microbatches a rank gets single samples, at least one.
+        return  # a batch_sampler decides it
+    # The number of microbatches in a step, or of samples without `microbatch_size`.
     count = -(-batch_size // (given.microbatch_size or 1))
     if count < ranks:
         idle = ", ".join(str(rank) for rank in range(ranks) if not local_range(count, rank, ranks))

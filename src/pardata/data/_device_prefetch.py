@@ -1,4 +1,4 @@
-"""Batches on their device: moved, transformed there, and ahead of the step that needs them."""
+"""Copies batches to the device and transforms them there, ahead of the loop on a side stream."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -19,10 +19,10 @@ Shaped: TypeAlias = Callable[[FetchedStep], Any]
 
 
 class DeviceTransfer(NamedTuple):
-    """Where batches go, and what is done to them there.
+    """The device of batches, and the transform that runs there.
 
     Attributes:
-        pins: whether to pin them here, for the copy. In batches of workers DataLoader does it.
+        pins: whether to pin batches before the copy. ``DataLoader`` pins the batches of workers.
     """
 
     device: torch.device
@@ -32,7 +32,7 @@ class DeviceTransfer(NamedTuple):
     pins: bool = False
 
     def transferred(self, fetched: FetchedStep) -> list[Any]:
-        """Return the batches of a step on the device and transformed, one by one."""
+        """Return the batches of a step, copied to the device and transformed."""
         step = fetched.step
         numbered = enumerate(fetched.batches, step.first)
         return [self._transferred(batch, step, number) for number, batch in numbered]
@@ -45,22 +45,22 @@ class DeviceTransfer(NamedTuple):
             return self.collation.call("batch_transform", self.transform, batch, step)
 
     def prefetched(self, fetched: Iterator[FetchedStep], shaped: Shaped) -> Iterator[Any]:
-        """Yield what `shaped`, which places it, makes of each step; on a GPU ahead of the loop."""
+        """Yield ``shaped(step)`` for each step, on a GPU ahead of the loop."""
         if not (has_streams(self.device) and self.prefetch):
-            # Not `map`: a StopIteration of a user's `to` or `pin_memory` is an error here.
+            # In `map`, a StopIteration of a user's `to` or `pin_memory` would end the epoch.
             return (shaped(each) for each in fetched)
         return _prefetch(fetched, shaped, self.device, self.prefetch)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return `batch` with its tensors on `device`; for a GPU asynchronously, where they are pinned.
+    """Return `batch` with its tensors on `device`; the copy of pinned tensors is asynchronous.
 
-    An object of another kind is moved by its own ``to``, if it has one.
+    Other objects are moved by their method ``to``, if they have one.
     """
 
     def move(_: KeyPath, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            # Without streams a copy that nobody waits for may read what is no longer there.
+            # Without streams, an asynchronous copy may read freed memory.
             return leaf.to(device, non_blocking=has_streams(device))
         return leaf.to(device) if hasattr(leaf, "to") else leaf
 
@@ -68,9 +68,9 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def pin_batch(batch: Any) -> Any:
-    """Return `batch` with its tensors in pinned memory, but for those that are on a GPU already.
+    """Return `batch` with its CPU tensors in pinned memory.
 
-    An object of another kind is pinned by its own ``pin_memory``, if it has one.
+    Other objects are pinned by their method ``pin_memory``, if they have one.
     """
 
     def pin(_: KeyPath, leaf: Any) -> Any:
@@ -83,9 +83,9 @@ def pin_batch(batch: Any) -> Any:
 def _prefetch(
     fetched: Iterator[FetchedStep], shaped: Shaped, device: torch.device, count: int
 ) -> Iterator[Any]:
-    """Shape what is fetched on a stream of its own, `count` steps before they are asked for.
+    """Yield ``shaped(step)``, which runs on a side stream, up to `count` steps ahead of the loop.
 
-    It is fetched on the stream of the loop, whose step may write what a dataset reads.
+    Fetching runs on the stream of the loop, whose step may write tensors that a dataset reads.
     """
     stream, of_kind = _side_stream(device), torch.get_device_module(device)
     ready: deque[tuple[Any, torch.Event, FetchedStep]] = deque()
@@ -95,12 +95,12 @@ def _prefetch(
         nonlocal failed
         try:
             for each in islice(fetched, most):
-                # What is fetched may still be in the making. And what the loop has read and dropped
-                # is free again for this stream: it must not be written before it has been read.
+                # The side stream waits for two things: the fetched tensors may still be computed,
+                # and memory that the loop has freed may still be read by its kernels.
                 stream.wait_stream(of_kind.current_stream(device))
                 with of_kind.stream(stream):
                     ready.append((shaped(each), stream.record_event(), each))
-        except Exception as error:  # noqa: BLE001  # raised at its step, after those before it
+        except Exception as error:  # noqa: BLE001  # raised at its step, after the steps before it
             failed = error
 
     draw(1)
@@ -109,7 +109,7 @@ def _prefetch(
         current = of_kind.current_stream(device)
         draw(0 if failed else count - len(ready))
         current.wait_event(placed)
-        del source  # whose memory, of this stream, may serve for something else from now on
+        del source  # the allocator may reuse the source: the current stream waits for the copy
         yield batch
     if failed is not None:
         raise failed
@@ -117,5 +117,5 @@ def _prefetch(
 
 @cache
 def _side_stream(device: torch.device) -> Any:
-    """Return the stream of a GPU for what runs ahead: the allocator keeps free memory by stream."""
+    """Return the side stream of a GPU, one for all loaders: the allocator caches by stream."""
     return torch.get_device_module(device).Stream(device)

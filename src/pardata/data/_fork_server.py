@@ -1,4 +1,4 @@
-"""For multiprocessing's fork server alone, which imports it: what it starts gets all signals."""
+"""Preloaded by multiprocessing's fork server: unblocks the signals of processes that it starts."""
 
 import signal
 import sys

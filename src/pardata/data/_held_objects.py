@@ -1,4 +1,4 @@
-"""Objects that a dataset or a transform holds: random generators, open files, lists of samples."""
+"""Finds objects that a dataset or transform holds: generators, open files, lists of samples."""
 
 import hashlib
 import io
@@ -15,9 +15,9 @@ from torch.utils.data import IterableDataset
 from pardata.data._batched_read import datasets_in
 from pardata.rng._rng_state import numpy_or_none
 
-_SOME = 1000  # entries of a list that are compared
-_DEEPEST = 5  # attributes, items and entries from the object on
-# Handles that a forked process shares with its parent, position and all, if they are imported.
+_SOME = 1000  # the maximum number of entries of a list that are hashed
+_DEEPEST = 5  # the maximum depth of attributes and items
+# Classes of file handles that a forked process shares with its parent, by module.
 _HANDLES = {"zipfile": "ZipFile", "tarfile": "TarFile", "sqlite3": "Connection", "h5py": "File"}
 
 
@@ -39,7 +39,7 @@ def open_files(name: str, holder: Any) -> Iterator[str]:
     def is_open(value: Any) -> bool:
         if isinstance(value, io.IOBase):
             in_memory = isinstance(value, io.BytesIO | io.StringIO)
-            # Logs, and the screen, are written, each line at once.
+            # Writable files are logs or the terminal, to which lines are written whole.
             return not (value.closed or in_memory or value.writable())
         return isinstance(value, handles)
 
@@ -50,7 +50,7 @@ def listed_samples(dataset: Any) -> str:
     """Return a hash of what a dataset lists: files, indices, labels, and the numbers of classes.
 
     It looks at lists and vectors with an entry for each sample, and at dicts that number classes.
-    Of a path it takes the last name, because nodes may have copies of the files.
+    It hashes only the last name of a path, because nodes may keep the files in different folders.
     """
     lists: list[list[Any]] = []
     for layer in datasets_in(dataset) if not isinstance(dataset, IterableDataset) else ():
@@ -63,7 +63,7 @@ def listed_samples(dataset: Any) -> str:
             elif _is_vector(value) and len(value) == len(layer):
                 some = value[:: len(value) // _SOME or 1]
                 entries = some.tolist() if hasattr(some, "tolist") else some
-            # A list of anything else may be a cache, which each rank fills by itself.
+            # Other entries may be a cache, which differs between ranks.
             if all(names := [_name(entry) for entry in entries]):
                 lists.append(names)
     return hashlib.sha256(repr(lists).encode()).hexdigest()[:16] if any(lists) else ""
@@ -75,13 +75,13 @@ def _numbers_classes(value: Any) -> bool:
 
 
 def _is_vector(value: Any) -> bool:
-    # By the class: to ask another object may read a file, or raise where that is closed.
+    # By the class first, because `ndim` of another object may read a file, or raise.
     is_array = isinstance(value, torch.Tensor) or type(value).__module__ == "numpy"
     return isinstance(value, list | tuple) or (is_array and getattr(value, "ndim", 0) == 1)
 
 
 def _name(entry: Any) -> list[Any]:
-    """Return the whole numbers and texts in an entry, as of a path and a label."""
+    """Return the integers and texts in an entry, for example a file name and a label."""
     if isinstance(entry, tuple):
         return [name for part in entry for name in _name(part)]
     if isinstance(entry, str | PurePath):
@@ -90,7 +90,7 @@ def _name(entry: Any) -> list[Any]:
 
 
 def _paths(name: str, holder: Any, is_wanted: Callable[[Any], bool]) -> Iterator[str]:
-    """Yield the paths of the objects that are wanted, those at the surface first."""
+    """Yield the paths of the wanted objects, in breadth-first order."""
     seen, layer = set[int](), [(name, holder)]
     for _ in range(_DEEPEST):
         below: list[tuple[str, Any]] = []
@@ -106,9 +106,9 @@ def _paths(name: str, holder: Any, is_wanted: Callable[[Any], bool]) -> Iterator
 
 
 def _parts(path: str, value: Any) -> list[tuple[str, Any]]:
-    """Return what an object holds that may hold a generator: not samples by the thousand.
+    """Return the attributes or items of an object, but not of a collection with 100 items or more.
 
-    It runs no code of the user's: a mapping of its own may open files, or draw.
+    It runs no code of the user's, which might open files or draw random numbers.
     """
     if isinstance(value, dict | list | tuple):
         items = dict.items(value) if isinstance(value, dict) else enumerate(value)

@@ -1,4 +1,4 @@
-"""The loader: epochs that advance by themselves and can be left and resumed at any step."""
+"""The loader: iterates over epochs, and saves and restores its position at any step."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -21,9 +21,9 @@ from pardata.environment._logger import get_logger
 
 _log = get_logger(__name__)
 
-# Waiting is reported from so many seconds and this fraction of an epoch.
+# A wait is logged if it takes this many seconds and this fraction of an epoch.
 _LONG, _LONG_FRACTION = 1.0, 0.3
-_END = (None, None, None)  # no step, and no batch
+_END = (None, None, None)  # the item after the last step
 
 Parts: TypeAlias = tuple[StateSchema, StepSource, DeviceTransfer]
 
@@ -154,7 +154,7 @@ class Loader:
         seed = state.get("seed") if isinstance(state, Mapping) else None
         parts = self._schema, self._source, self._transfer
         if seed != self._schema.facts["seed"]:
-            parts = self._with_seed(seed) or parts  # those of another loader of this run
+            parts = self._with_seed(seed) or parts  # the state of another loader of this run
         start = parts[0].position(state)
         self._cursor.resume_at(start)
         self._schema, self._source, self._transfer = parts
@@ -194,12 +194,12 @@ class Loader:
         It begins when the first batch is asked for. Collective only with a `sampler` or an
         ``IterableDataset``.
         """
-        # Not before: Lightning sets the epoch after iter().
+        # Inside the generator, because Lightning sets the epoch after iter().
         bookmark, begun = self._cursor, self._cursor.begin()
         self._clock = clock = WaitTimer()
         try:
             fetched = self._source.steps(bookmark.now)
-            clock.waited = clock.seconds()  # until the order is drawn, and workers start
+            clock.waited = clock.seconds()  # the time to draw the order and start workers
             batches = self._transfer.prefetched(fetched, self._shaped)
             bookmark.use_up(begun)
             while True:
@@ -209,10 +209,10 @@ class Loader:
                     break
                 clock.samples += step.samples
                 bookmark.delivered(begun, step.samples, self._source.digest, state)
-                if self._plan.microbatch_size is None:  # else the batch says it itself
+                if self._plan.microbatch_size is None:  # `Microbatches` have their counts
                     delivered.add(batch, ReadRecord(step.local_samples, self._plan.size))
                 yield batch
-                del batch  # its memory may serve for the next one, and is still in the cache
+                del batch  # the next batch may reuse its memory, which is still in the cache
             bookmark.finished(begun)
             self._speak_of_waiting(clock)
         except GeneratorExit:
@@ -223,10 +223,7 @@ class Loader:
             clock.stop()
 
     def _shaped(self, fetched: FetchedStep) -> tuple[StepInfo, Any, Any]:
-        """Return a step, the dataset's own state after it, and what the loop gets.
-
-        That is microbatches, or one batch.
-        """
+        """Return a step, a stateful dataset's state after it, and the batch or `Microbatches`."""
         step = fetched.step
         batches = self._transfer.transferred(fetched)
         if self._plan.microbatch_size is not None:
@@ -242,7 +239,7 @@ class Loader:
             return step, fetched.state, Microbatches(read, **facts, placeholder=batches[0])
         (batch,), missing = batches, sum(fetched.missing)
         if step.local_samples == 0 or step.samples < self._plan.size:
-            # On every rank, so that a batch that cannot be emptied is an error on all of them.
+            # On every rank, so that all raise if the batch cannot be emptied.
             collate_fn = self._source.reader.collation.collate_fn
             empty = empty_batch(batch, lists_are_columns=collate_fn is None)
             batch = batch if step.local_samples else empty

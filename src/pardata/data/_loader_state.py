@@ -1,4 +1,4 @@
-"""Where a loader is, as a few numbers, and whether another loader can resume there."""
+"""The state of a loader: epoch and number of samples, saved and validated."""
 
 import reprlib
 import sys
@@ -15,12 +15,12 @@ _VERSION = 1
 
 
 class Position(NamedTuple):
-    """An epoch, and how many of its samples have been delivered, over all ranks.
+    """An epoch, and the number of its samples delivered, over all ranks.
 
     Attributes:
-        digest: where a sampler, or a stream, decides on the order: a hash of it.
-        state: where a stream keeps its place itself: that, in a tuple, which
-            ``torch.distributed.checkpoint`` takes as a whole.
+        digest: a hash of the order of a user's sampler or a stream, else None.
+        state: the state of a stateful dataset, in a tuple, which ``torch.distributed.checkpoint``
+            does not flatten.
     """
 
     epoch: int
@@ -31,11 +31,11 @@ class Position(NamedTuple):
 
 @dataclass(eq=False)
 class Pass:
-    """One pass through an epoch, or through the rest of it.
+    """One iteration over an epoch, or over the remaining steps of a resumed one.
 
     Attributes:
-        is_running: whether it has begun, and the loop may ask for another batch.
-        is_abandoned: whether the loop over it was left before its end.
+        is_running: whether its loop may still ask for batches.
+        is_abandoned: whether its loop was left before the end.
     """
 
     is_running: bool = False
@@ -43,58 +43,59 @@ class Pass:
 
 
 class EpochCursor:
-    """Where a loader is. It knows no data: each method is a transition between positions.
+    """Keeps the positions of a loader. Each method is a transition between them; it reads no data.
 
     Attributes:
-        now: what the pass in progress, or the last one, has delivered.
-        next: where the next iter() begins.
-        next_unfinished: where `epochs` begins, which a look at a batch does not move.
+        now: the position of the current pass, or of the last one.
+        next: the position where the next iter() begins.
+        next_unfinished: the position where `epochs()` continues; ``next(iter(loader))`` does not
+            change it.
     """
 
     def __init__(self) -> None:
         self.now = self.next = self.next_unfinished = Position(0)
         self._newest = Pass()
-        self._pin: Position | None = None  # in a body of `epochs`: where it began
+        self._pin: Position | None = None  # in a body of `epochs`: the position where it began
 
     @property
     def epoch(self) -> int:
-        """The epoch in progress, else the next one."""
+        """The current epoch, or between passes the next one."""
         return self.now.epoch if self._newest.is_running else self.next.epoch
 
     @property
     def counts_as_done(self) -> bool:
-        """Whether a body of `epochs` runs whose loop was left.
+        """Whether the loop in the current body of `epochs` was left: its epoch counts as done.
 
-        Not while an exception is handled, which may have ended that loop.
+        Not during an exception, which may have ended that loop.
         """
         return self._newest.is_abandoned and self._pin is not None and sys.exc_info()[0] is None
 
     @property
     def state(self) -> Position:
-        """What `state_dict` tells."""
+        """The position that `state_dict` saves."""
         if self.counts_as_done:
             return Position(self.now.epoch + 1)
-        # A second pass in one body of `epochs` changes nothing: its epoch is done.
+        # In a second pass of one body the position stays: its epoch is done.
         return self.now if self.now.epoch >= self.next_unfinished.epoch else self.next_unfinished
 
     @property
     def _is_set(self) -> bool:
-        """Whether another epoch was set while the newest pass was running."""
+        """Whether `set_epoch` was called during the newest pass."""
         return self.next.epoch != self.now.epoch + (self._pin is None)
 
     def begin(self) -> Pass:
-        """Begin the next epoch, or what is left of the one that was resumed."""
+        """Begin the next epoch, or the remaining steps of a resumed one."""
         self.now, self._newest = self.next, Pass()
         return self._newest
 
     def use_up(self, begun: Pass) -> None:
-        """Let the next pass begin in the next epoch, as this one can be read."""
+        """Mark this pass as running, and let the next one begin in the next epoch."""
         begun.is_running = True
         if self._pin is None:
             self.next = Position(self.now.epoch + 1)
 
     def check(self, begun: Pass) -> None:
-        """Raise if a newer pass has begun: two would read from the same workers."""
+        """Raise if a newer pass has begun, because two passes would share the workers."""
         if begun is not self._newest:
             raise RuntimeError(
                 "a loader must run one epoch at a time, but a newer iter() has begun, or a state "
@@ -103,7 +104,7 @@ class EpochCursor:
 
     def delivered(self, begun: Pass, samples: int, digest: str | None, state: Any) -> None:
         """Count the samples of a step as delivered."""
-        self.check(begun)  # again, because another thread may have begun a pass
+        self.check(begun)  # another thread may have begun a pass
         self.now = Position(self.now.epoch, self.now.delivered + samples, digest, state)
 
     def finished(self, begun: Pass) -> None:
@@ -114,58 +115,59 @@ class EpochCursor:
             self.next = self.next_unfinished if self._pin is None else Position(self.now.epoch)
 
     def abandon(self, begun: Pass) -> None:
-        """Take down that the loop over this pass was left."""
+        """Record that the loop over this pass was left."""
         begun.is_abandoned = not self._is_set
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin the next pass in this epoch; the rest of one that was resumed stays its rest."""
+        """Begin the next pass in `epoch`; a resumed epoch keeps its position."""
         is_next = epoch == self.next.epoch
-        if self._pin is None or not is_next:  # `epochs` has set it already
+        if self._pin is None or not is_next:  # in a body of `epochs` it is set already
             self.go_to(self.next if is_next else Position(epoch))
 
     def go_to(self, start: Position) -> None:
-        """Begin the next pass there."""
+        """Begin the next pass at `start`."""
         self.next = self.next_unfinished = start
         self._newest.is_abandoned = False
         if not self._newest.is_running:
             self.now = start
 
     def resume_at(self, start: Position) -> None:
-        """Begin the next pass there: what came before it has been delivered. End one that runs."""
+        """Begin the next pass at `start`, and end a running one."""
         self._newest = Pass()
         self.go_to(start)
 
     @contextmanager
     def pinned_epoch(self, start: Position) -> Iterator[None]:
-        """Begin each pass in this block at `start`, and after its end the next epoch."""
+        """Begin each pass in the block at `start`, and the first one after it in the next epoch."""
         self.go_to(start)
         self._pin = start
         try:
             yield
-            # Else it ran to its end, or the body has loaded a state or set an epoch.
+            # Otherwise the epoch has finished, or the body has loaded a state or set an epoch.
             if self.next_unfinished is start:
                 self.next_unfinished = Position(start.epoch + 1)
         finally:
-            if self._pin is start:  # else another loop has begun: of an error, say, in a notebook
+            # Otherwise a newer loop has begun, as in a notebook after an error.
+            if self._pin is start:
                 self._pin = None
             self.next = self.next_unfinished
 
 
 class StateSchema(NamedTuple):
-    """What decides which samples are in which step: it must be the same to resume."""
+    """The arguments that decide the samples of each step, which must be equal to resume."""
 
-    facts: dict[str, Any]  # JSON-like, by the names of arguments
+    facts: dict[str, Any]  # JSON-like values by the names of arguments
     is_stream: bool
 
     def state(self, position: Position) -> dict[str, Any]:
-        """Return what `position` reads, as JSON-like values."""
+        """Return the state for `position`, as JSON-like values."""
         return {"version": _VERSION, **position._asdict(), **self.facts}
 
     def position(self, state: Mapping[str, Any]) -> Position:
         """Return the position that `state` holds.
 
         Raises:
-            ValueError: where it was not taken from a loader like this one.
+            ValueError: the state comes from a loader with other arguments or data.
         """
         ours = self.state(Position(0))
         saved = state if isinstance(state, Mapping) else {}
@@ -175,11 +177,12 @@ class StateSchema(NamedTuple):
                 f"{_VERSION}, but is {reprlib.repr(state)}, version {saved.get('version')!r:.30}: "
                 f"look at what was saved, or load it with the release of pardata that saved it"
             )
-        # A position is a number of samples, unless a stream seeds and reads them by batches.
+        # The batch size may differ, because a position counts samples, but not of a stream, which
+        # is seeded by batches.
         free = ["microbatch_size"] if self.is_stream else ["batch_size", "microbatch_size"]
         fixed = [name for name in self.facts if name not in free]
         if not (self.is_stream or self.facts["sampler"] or self.facts["batch_sampler"]):
-            fixed += ["digest", "state"]  # None: the order is that of the seed
+            fixed += ["digest", "state"]  # both None: the seed decides the order
         if differ := [name for name in fixed if state[name] != ours[name]]:
             diffs = [f"{key} was {reprlib.repr(state[key])} and is {ours[key]!r}" for key in differ]
             raise ValueError(
@@ -201,5 +204,5 @@ class StateSchema(NamedTuple):
 
 
 def _is_count(value: object) -> bool:
-    # Below 2**63: streams keep it in a tensor, and an order takes no more of it into account.
+    # Below 2**63, because streams keep it in an int64 tensor.
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63

@@ -1,4 +1,4 @@
-"""make_loader: agrees on its arguments with the other ranks, and builds a Loader."""
+"""make_loader: builds a Loader from its arguments."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -137,7 +137,7 @@ def make_loader(
 
 
 def _parts(settings: ResolvedConfig) -> Parts:
-    """Return what the arguments, which have been checked and agreed on, describe."""
+    """Return the parts of a loader for resolved arguments."""
     given, ranks, plan, workers = settings.given, settings.ranks, settings.plan, settings.workers
     seeding = settings.seed, given.reproducible, given.microbatch_size is not None
     collation = Collator(given.collate_fn, *seeding, settings.world.rank)
@@ -166,7 +166,7 @@ def _warn_of_held_generators(given: LoaderConfig) -> None:
 
 
 def _with_seed(settings: ResolvedConfig, seed: Any) -> Parts | None:
-    """Return the parts with the seed that another loader of this run got, if it got none itself."""
+    """Return the parts with the default seed of another loader of this run, else None."""
     initial, _ = settings.numbered or (None, 0)
     if initial is None or all(default_seed(initial, number) != seed for number in range(1000)):
         return None
@@ -181,7 +181,7 @@ def _schema(settings: ResolvedConfig) -> StateSchema:
     for name in ("sampler", "batch_sampler"):
         facts[name] = None
         if (drawn_by := getattr(given, name)) is not None:
-            # The length may change from epoch to epoch: ranks compare the order.
+            # Without the length, which may differ between epochs. The ranks compare the order.
             facts |= {name: type(drawn_by).__name__, "length": None}
     shards = f"{plan.size} ranks with {settings.workers['num_workers']} workers"
     facts["shards"] = shards if given.sharded else None

@@ -1,4 +1,4 @@
-"""A rank's share of a step, as microbatches whose size does not depend on the number of ranks."""
+"""A rank's microbatches of one step. Their sizes do not depend on the number of ranks."""
 
 from collections.abc import Iterable, Sequence
 from copy import copy
@@ -67,7 +67,7 @@ class Microbatches(Sequence[_T]):
         """
         if not self._batches:
             return self._others
-        # A copy of a tuple would be the tuple.
+        # `copy` of a tuple would return the same object.
         copied: _T = map_with_path(
             self._batches[0], lambda path, leaf: leaf if path else copy(leaf)
         )

@@ -1,7 +1,8 @@
-"""Which sample goes where: pure arithmetic, without a process group or a dataset.
+"""The positions of each step, and of each rank in a step: arithmetic, without group or dataset.
 
 N samples, global batch B, world size W. Epoch e has an order of the N samples. Step k is the
-positions kB … min((k+1)B, N)-1 of that order, whatever W is; each rank gets a run of them.
+positions kB … min((k+1)B, N)-1 of that order, for every W. Each rank gets a contiguous range of
+them.
 """
 
 from collections.abc import Sequence
@@ -10,9 +11,10 @@ from typing import Any, NamedTuple
 
 
 def local_range(count: int, rank: int, size: int) -> range:
-    """Return this rank's run of `count` things; shares differ by at most one.
+    """Return this rank's contiguous range of ``range(count)``; lengths differ by at most one.
 
-    Two or four ranks have a half or a quarter, as the sum of an exact step is made of halves.
+    It ends at ceil((rank + 1) * count / size). So on 2 and 4 ranks each range is a subtree of the
+    reduction tree of ``"exact"``.
 
     >>> [list(share(5, rank, 3)) for rank in range(3)]
     [[0, 1], [2, 3], [4]]
@@ -21,34 +23,34 @@ def local_range(count: int, rank: int, size: int) -> range:
 
 
 class StepInfo(NamedTuple):
-    """One step, as one rank sees it."""
+    """A step as one rank sees it."""
 
     epoch: int
-    number: int  # within the epoch
-    first: int  # the number, within the step, of this rank's first microbatch, else 0
-    local_samples: int  # samples of this rank; if it has none, it reads a placeholder
-    samples: int  # samples of the whole step, over all ranks
+    number: int  # number within the epoch
+    first: int  # number within the step of this rank's first microbatch, else 0
+    local_samples: int  # samples of this rank; with 0 it reads a placeholder
+    samples: int  # samples of the step over all ranks
 
 
 class FetchedStep(NamedTuple):
-    """What was read of one step; a named tuple, which ``DataLoader`` pins field by field."""
+    """The collated batches of one step; a NamedTuple, because ``DataLoader`` pins its fields."""
 
     step: StepInfo
-    batches: list[Any]  # one for each microbatch, or that of the whole share
-    digest: str = ""  # if a stream: a hash of what its reader read first in this epoch
-    state: Any = None  # the dataset's own after this step, if it is a stream that has one
-    missing: Sequence[int] = ()  # how many samples of each batch are None
+    batches: list[Any]  # one for each microbatch, or one for the share of the rank
+    digest: str = ""  # hash of the first samples that a stream's reader read in this epoch
+    state: Any = None  # the dataset's state after this step, of a stateful stream
+    missing: Sequence[int] = ()  # the number of samples of each batch that are None
 
 
 @dataclass(eq=False)
 class Plan:
-    """How the positions of an epoch become steps, and a step the shares of the ranks.
+    """Divides the positions of an epoch into steps, and each step into shares of the ranks.
 
-    With a `microbatch_size` a step is cut into microbatches, of which the last may be short. A
-    share is then a run of whole ones. Otherwise it is one run of samples. A stream may have no
-    `length`. A sampler's length replaces the dataset's in each epoch. A ``batch_sampler`` has its
-    own steps: then `batch_size` is 0. Step 0 begins at position `start`, which is above 0 only in
-    an epoch that is resumed with another batch size.
+    With a `microbatch_size` a step is divided into microbatches, of which the last may be short,
+    and a share is a range of microbatches. Otherwise a share is a range of samples. A stream may
+    have no `length`. A sampler's length replaces the dataset's in each epoch. With a
+    ``batch_sampler``, which makes the steps, `batch_size` is 0. Step 0 begins at position `start`,
+    which is above 0 only in an epoch that is resumed with another batch size.
     """
 
     length: int | None
@@ -70,7 +72,7 @@ class Plan:
         return range(self.length or 0)[start : start + self.batch_size]
 
     def check(self, *, shuffled: bool) -> None:
-        """Raise if no step is left, or a shuffled one leaves a rank without a sample."""
+        """Raise if there is no step, or the last shuffled one leaves a rank without a sample."""
         length = self.length or 0
         if self.drop_last and self.batch_size > length:
             raise ValueError(
@@ -88,10 +90,11 @@ class Plan:
     def local_ranges(
         self, samples: int, epoch: int = 0, number: int = 0
     ) -> tuple[StepInfo, list[range]]:
-        """Return a step of so many samples, and this rank's runs of them, one a microbatch.
+        """Return a step of `samples` samples, and this rank's ranges of them, one a microbatch.
 
-        If it has none, it reads a placeholder. That is the step's first microbatch, to be run if
-        all ranks must run one, or the first sample, whose shape an empty batch takes.
+        A rank without samples reads a placeholder. With microbatches it is the first one of the
+        step, in case all ranks must run one. Otherwise it is the first sample, which gives an empty
+        batch its shape.
         """
         first, runs = 0, [local_range(samples, self.rank, self.size)]
         if (size := self.microbatch_size) is not None:
@@ -103,6 +106,6 @@ class Plan:
         return StepInfo(epoch, number, first, local_samples, samples), runs
 
     def microbatch_sizes(self, samples: int) -> tuple[int, ...]:
-        """Return how many samples each microbatch of a step of so many has, over all ranks."""
+        """Return the sizes of all microbatches of a step of `samples` samples, over all ranks."""
         size = self.microbatch_size or samples
         return (size,) * (samples // size) + ((samples % size,) if samples % size else ())

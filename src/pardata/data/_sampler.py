@@ -1,4 +1,4 @@
-"""In which order an epoch goes through the dataset, and what each rank asks for of it."""
+"""The sampler of global batches: yields the indices that this rank reads in each step."""
 
 import hashlib
 from array import array
@@ -24,21 +24,22 @@ from pardata.rng._seeds import mix
 from pardata.store._remote_error import type_and_message
 from pardata.store._round import exchange, raise_if_different
 
-# The numbers of samples; a sampler may yield those of any kind.
+# Indices of samples. A user's sampler may yield any type.
 Indices: TypeAlias = "Tensor | Sequence[Any]"
 
-_MOST = 2**26  # indices of an epoch that a sampler without a length may yield: it may never end
-_AHEAD = 2**14  # positions that are looked up together: what costs is the call
+_MOST = 2**26  # the maximum number of indices of a sampler without a length, which may be infinite
+_AHEAD = 2**14  # positions in one call of `indices_at`, because a call is expensive
 
 
 class EpochOrder(NamedTuple):
     """The order of one epoch.
 
     Attributes:
-        steps: the positions of each step; a `Plan`, or what a ``batch_sampler`` made of them.
-        shuffle: what computes the order, if anything does.
-        drawn: the order, where a sampler drew it.
-        digest: of what it drew.
+        steps: the range of positions of each step: a `Plan`, or one range for each batch of a
+            ``batch_sampler``.
+        shuffle: the permutation from positions to indices, if shuffled.
+        drawn: the indices from a user's sampler, by position.
+        digest: a hash of `drawn`.
     """
 
     steps: Plan | Sequence[range]
@@ -47,10 +48,11 @@ class EpochOrder(NamedTuple):
     digest: str | None = None
 
     def indices_at(self, runs: list[range]) -> Iterable[Indices]:
-        """Return the indices of the samples at each of these runs of positions."""
+        """Return the indices at each range of positions: a list, or an int64 tensor (len(run),)."""
         if (drawn := self.drawn) is not None:
             return [list(drawn[run.start : run.stop]) for run in runs]
-        if all(one.stop == other.start for one, other in pairwise(runs)):  # one rank's are
+        # The ranges of one rank are.
+        if all(one.stop == other.start for one, other in pairwise(runs)):
             positions = torch.arange(runs[0].start, runs[-1].stop, device="cpu")
         else:
             positions = torch.cat([torch.arange(r.start, r.stop, device="cpu") for r in runs])
@@ -59,11 +61,11 @@ class EpochOrder(NamedTuple):
 
 
 class FetchRequest(NamedTuple):
-    """What one rank reads for one step: the indices of each microbatch, or of its whole share.
+    """The indices that a rank reads in a step: a list for each microbatch, or one for its share.
 
     Attributes:
-        positions: of the indices, if a sampler draws them: it may repeat a sample, each time with
-            random numbers of its own.
+        positions: the positions of the indices, with a user's sampler. A repeated index is then
+            seeded by its position.
     """
 
     step: StepInfo
@@ -73,16 +75,16 @@ class FetchRequest(NamedTuple):
 
 @dataclass(eq=False)
 class GlobalBatchSampler(Sampler[FetchRequest]):
-    """In which order an epoch goes through the dataset; yields what this rank reads of it.
+    """Yields the request of this rank for each step of an epoch, from some step on.
 
-    For each step of an epoch, from some step on.
+    Positions of an epoch become indices by a permutation, a user's sampler, or not at all.
 
     Attributes:
-        plan: of the steps, unless a ``batch_sampler`` makes them.
-        ranks: those that must go through the dataset in the same order.
-        sampler: yields indices, or, as a ``batch_sampler``, those of one step after another.
-        to_workers: whether the indices go to other processes.
-        epoch: the order of the epoch that is begun.
+        plan: the plan of the steps, unless a ``batch_sampler`` makes them.
+        ranks: the world whose ranks must have the same order.
+        sampler: the user's ``sampler`` or ``batch_sampler``, or None.
+        to_workers: whether worker processes get the requests.
+        epoch: the order of the current epoch.
     """
 
     plan: Plan
@@ -92,18 +94,18 @@ class GlobalBatchSampler(Sampler[FetchRequest]):
     sampler: Any
     to_workers: bool
     epoch: EpochOrder = field(init=False)
-    _looks_twice: bool = field(default=True, init=False)  # at its first epoch
+    _looks_twice: bool = field(default=True, init=False)  # until the first epoch
 
     def seek(self, start: Position) -> None:
-        """Let the next ``iter()`` begin there.
+        """Let the next ``iter()`` begin at `start`.
 
-        Collective, if a sampler draws the order.
+        Collective with a user's sampler.
 
         Raises:
-            ValueError: where that order is not the one in which the epoch was begun.
+            ValueError: the order differs from the one in which the epoch began.
         """
         epoch, delivered = self._of_epoch(start.epoch), 0
-        if isinstance(epoch.steps, Plan):  # with another batch size it was inside a step
+        if isinstance(epoch.steps, Plan):  # another batch size: `start` may be inside a step
             delivered = start.delivered % epoch.steps.batch_size
             steps = replace(epoch.steps, start=delivered)
             steps.check(shuffled=self.shuffle)
@@ -133,7 +135,7 @@ class GlobalBatchSampler(Sampler[FetchRequest]):
                 requested.append((step, [positions[run.start : run.stop] for run in runs]))
             indices = iter(self.epoch.indices_at([run for _, runs in requested for run in runs]))
             if self.to_workers:
-                # A tensor would cross as shared memory: a file and a system call each.
+                # As lists: each tensor would be sent in shared memory, by a file and system calls.
                 indices = map(as_list, indices)
             for step, runs in requested:
                 drawn_at = None if self.sampler is None else runs
@@ -141,7 +143,7 @@ class GlobalBatchSampler(Sampler[FetchRequest]):
 
     def fingerprint(self, epoch: int, delivered: int) -> str:
         """Return a hash of the indices at the first `delivered` positions of this epoch."""
-        # What was begun: a sampler may have changed since.
+        # The current epoch's order is kept, because the sampler may have changed since.
         order = self.epoch if getattr(self, "_number", -1) == epoch else self._of_epoch(epoch)
         length = self.plan.length if order.drawn is None else len(order.drawn)
         digest = hashlib.sha256(f"{length}:".encode())
@@ -152,13 +154,13 @@ class GlobalBatchSampler(Sampler[FetchRequest]):
 
     @property
     def name(self) -> str:
-        """The argument that the sampler was given as."""
+        """The name of the argument: "sampler" or "batch_sampler"."""
         return "sampler" if self.plan.batch_size else "batch_sampler"
 
     def _of_epoch(self, epoch: int) -> EpochOrder:
-        """Return the order of this epoch.
+        """Return the order of an epoch. Collective with a user's sampler.
 
-        With a sampler this is collective: it may be of the user's making, so the ranks compare.
+        The ranks compare the order, because a user's sampler may differ between them.
         """
         if self.sampler is None:
             key = mix(self.seed, epoch)
@@ -166,7 +168,7 @@ class GlobalBatchSampler(Sampler[FetchRequest]):
             return EpochOrder(self.plan, shuffle)
         drawn, digest = self._agreed_order(epoch)
         if self.plan.batch_size:
-            # A sampler may be of another length in each epoch.
+            # A sampler's length may differ between epochs.
             plan = replace(self.plan, length=len(drawn))
             plan.check(shuffled=False)
             return EpochOrder(plan, None, drawn, digest)
@@ -175,14 +177,15 @@ class GlobalBatchSampler(Sampler[FetchRequest]):
         return EpochOrder(steps, None, list(chain.from_iterable(drawn)), digest)
 
     def _agreed_order(self, epoch: int) -> tuple[Sequence[Any], str]:
-        """Return what the sampler yields for this epoch, on every rank the same, and a hash."""
+        """Return the sampler's order for this epoch, compared between the ranks, and its hash."""
         drawn: Sequence[Any] = []
 
         def draw() -> dict[str, object]:
             nonlocal drawn
             drawn = self._draw_order(epoch)
             digest = _digest(drawn)
-            # PyTorch's samplers without a generator draw from the default ones, perhaps for long.
+            # Not with PyTorch's samplers without a generator: they draw from the default ones, and
+            # take long.
             looks = self._looks_twice and getattr(self.sampler, "generator", self) is not None
             if looks and _digest(self._draw_order(epoch)) != digest:
                 raise ValueError(
@@ -210,7 +213,7 @@ class GlobalBatchSampler(Sampler[FetchRequest]):
             most = _MOST if length is None else length
             with fork_rng(mix(self.seed, epoch)), cpu_default_device():
                 drawn = list(islice(self.sampler, most + 1))
-        except Exception as error:  # user code: whatever it raises
+        except Exception as error:  # user code may raise anything
             what = f"`{self.name}` failed in epoch {epoch} on rank {self.ranks.rank}"
             raise RuntimeError(f"{what}: {type_and_message(error)}") from error
         if len(drawn) > most or length not in (None, len(drawn)):
@@ -222,12 +225,12 @@ class GlobalBatchSampler(Sampler[FetchRequest]):
             )
         if not self.plan.batch_size:
             return [self._checked(batch) for batch in drawn]
-        with suppress(TypeError, OverflowError):  # indices may be of any other kind
+        with suppress(TypeError, OverflowError):  # indices may have another type
             return array("q", drawn)  # a fifth of the memory of a list
         return drawn
 
     def _checked(self, batch: Any) -> list[Any]:
-        """Return what a ``batch_sampler`` yielded as a list."""
+        """Return a batch of a ``batch_sampler`` as a list."""
         batch = batch.tolist() if hasattr(batch, "tolist") else batch
         if not isinstance(batch, list | tuple):
             raise TypeError(
@@ -249,12 +252,12 @@ def _digest(drawn: Sequence[Any]) -> str:
 
 
 def length_of(sampler: Any) -> int | None:
-    """Return the length of a sampler, or None if it has none, as the one in a ``BatchSampler``."""
+    """Return the length of a sampler, or None if it has none."""
     with suppress(TypeError, NotImplementedError, AttributeError):
         return len(sampler)
     return None
 
 
 def as_list(indices: Indices) -> Any:
-    """Return the indices as a list, where they are a tensor."""
+    """Return indices as a list if they are a tensor."""
     return indices.tolist() if isinstance(indices, Tensor) else indices

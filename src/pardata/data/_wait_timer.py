@@ -1,4 +1,4 @@
-"""How long a loop waits for its data."""
+"""Measures the time that a loop waits for data."""
 
 import sys
 import time
@@ -9,7 +9,7 @@ from pardata.store._current_op import LOADER, current_op
 
 
 class WaitTimer:
-    """Two readings of the clock a batch: how long the loop waited, of how long it ran."""
+    """The seconds of an epoch, and the part of them spent in waiting for batches."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
@@ -17,7 +17,7 @@ class WaitTimer:
         self.samples, self.waited = 0, 0.0
 
     def timed_next(self, batches: Iterator[Any], end: Any) -> Any:
-        """Return the next batch, whose step comes first in it, or `end`."""
+        """Return the next of `batches`, tuples that begin with the step, or `end`."""
         asked, before, batch = self.seconds(), current_op.push(LOADER), end
         try:
             batch = next(batches, end)
@@ -27,7 +27,7 @@ class WaitTimer:
         return batch
 
     def stop(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        """Stop, unless the interpreter ends: what modules hold may be gone then."""
+        """Stop the timer, except at interpreter exit, when module globals may be gone."""
         if is_ending():
             return
         self._end = time.perf_counter()

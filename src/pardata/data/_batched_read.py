@@ -1,4 +1,4 @@
-"""Whole batches: read in one operation if the dataset allows it."""
+"""Reads a batch in one indexing operation, if the dataset allows it."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
@@ -12,11 +12,11 @@ from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, Te
 
 from pardata.environment._device import has_streams
 
-# --- looked at: whether a dataset is still what it was, and where tensors are made
+# --- changes of a dataset, and the default device
 
 
 def datasets_in(dataset: Any) -> Iterator[Any]:
-    """Yield a dataset and those that it is a part, or made, of."""
+    """Yield a dataset, and those inside a ``Subset`` or ``ConcatDataset``."""
     yield dataset
     if isinstance(dataset, Subset):
         yield from datasets_in(dataset.dataset)
@@ -26,8 +26,8 @@ def datasets_in(dataset: Any) -> Iterator[Any]:
 
 
 def outline(dataset: Any) -> list[Any]:
-    """Return what differs once its length, an attribute, or a Subset's indices changed."""
-    # By its number, and kept, so that no other object gets that.
+    """Return a list that changes with the length, an attribute, or a Subset's indices."""
+    # Compared by id, and held, so that the id is not reused.
     held = [
         value for one in datasets_in(dataset) for value in getattr(one, "__dict__", {}).values()
     ]
@@ -38,35 +38,35 @@ def outline(dataset: Any) -> list[Any]:
 
 
 def cpu_default_device() -> AbstractContextManager[Any]:
-    """Make tensors on the CPU in a block, whatever ``torch.set_default_device`` was told."""
-    is_cpu = torch.empty(0).is_cpu  # a tenth of the time of torch.get_default_device
+    """Make the CPU the default device in a block, after any ``torch.set_default_device``."""
+    is_cpu = torch.empty(0).is_cpu  # takes a tenth of the time of torch.get_default_device
     return nullcontext() if is_cpu else torch.device("cpu")
 
 
-# --- read: the batch that `default_collate` would make of the samples
+# --- functions that return a batch as `default_collate` would
 
 
-# From the indices of samples to their batch.
+# From indices, int64 of shape (n,), to the batch.
 ReadRows: TypeAlias = Callable[[Tensor], Any]
 
 
 class BatchReadable(Dataset[Any]):
-    """What can read a whole batch itself: the datasets of `cache_dataset`."""
+    """A dataset with a method that reads a whole batch, as those of `cache_dataset`."""
 
     @abstractmethod
     def read_batch(self, indices: Tensor) -> Any:
         """Return the batch that ``default_collate`` would make of the samples at `indices`.
 
-        Of parts whose shapes differ, which it would refuse, the batch has a `Ragged`.
+        Parts whose shapes differ, for which it would raise, become a `Ragged`.
         """
 
 
 def batch_reader(dataset: Any) -> ReadRows | None:
-    """Return what reads a whole batch, or None if there is nothing that could.
+    """Return a function that reads a whole batch of `dataset`, or None.
 
-    Only for datasets whose own way of reading is known: a subclass that has its own is left alone.
+    Not for a subclass that overrides ``__getitem__`` or ``__getitems__``.
     """
-    # Partial functions and not closures: a worker that is spawned gets them pickled.
+    # Partial functions, which are pickled for spawned workers, as closures cannot be.
     if isinstance(dataset, BatchReadable):
         return dataset.read_batch
     if _reads_as(dataset, TensorDataset):
@@ -78,29 +78,29 @@ def batch_reader(dataset: Any) -> ReadRows | None:
 
 
 def has_getitems(dataset: object) -> bool:
-    """Whether `dataset` reads many samples at once; a Subset has the method whatever it is of."""
+    """Whether `dataset` has ``__getitems__``; of a Subset, whether its dataset has."""
     if isinstance(dataset, Subset) and type(dataset).__getitems__ is Subset.__getitems__:
         return has_getitems(dataset.dataset)
     return hasattr(dataset, "__getitems__")
 
 
-# torch 2.9 picks no rows of unsigned numbers.
+# torch 2.9 has no index_select of unsigned dtypes.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 def take_rows(tensor: Tensor, indices: Tensor) -> Tensor:
-    """Return ``tensor[indices]``, which takes ten times as long as picking rows from the front."""
+    """Return ``tensor[indices]``, of shape (len(indices), …), by the faster ``index_select``."""
     if tensor.device != indices.device:
-        # A GPU does not say that an index is out of range: it stops, and the process with it.
+        # On a GPU an index out of range would be a device-side assertion, which ends the process.
         indices = _from_the_front(indices, len(tensor))
         if queued := has_streams(tensor.device):
-            indices = indices.pin_memory()  # so that nobody waits for the copy
+            indices = indices.pin_memory()  # makes the copy asynchronous
         indices = indices.to(tensor.device, non_blocking=queued)
     if (signed := _SIGNED.get(tensor.dtype)) is not None:
         return take_rows(tensor.view(signed), indices).view(tensor.dtype)
     try:
         return tensor.index_select(0, indices)
-    except IndexError:  # negative, or indeed out of range
+    except IndexError:  # an index is negative or out of range
         return tensor[indices]
 
 
@@ -111,7 +111,7 @@ def _reads_as(dataset: object, kind: type) -> bool:
 
 
 def _columns(dataset: TensorDataset, indices: Tensor) -> Any:
-    # It is asked for its tensors here, as a worker_init_fn may put others there.
+    # Read at each call, because a worker_init_fn may replace the tensors.
     return [take_rows(tensor, indices) for tensor in dataset.tensors]
 
 
@@ -120,7 +120,7 @@ def _chosen(inner: ReadRows, chosen: Tensor, indices: Tensor) -> Any:
 
 
 def _from_the_front(indices: Tensor, length: int) -> Tensor:
-    """Return `indices` with the negative ones, which count from the end, as they are from there."""
+    """Return `indices` with negative ones replaced by positive ones."""
     outside = (indices < -length) | (indices >= length)
     if outside.any():
         raise IndexError(f"index {indices[outside][0]} is out of range for {length} samples")

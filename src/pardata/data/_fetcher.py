@@ -1,4 +1,4 @@
-"""Reading a rank's part of a step, in a worker or here: seeded, collated, and errors say where."""
+"""Fetches a rank's samples of a step, in a worker or in this process: reads, seeds, collates."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,16 +16,18 @@ from pardata.rng import _rng_state as generators
 from pardata.rng._seeds import mix
 from pardata.store._remote_error import RemoteError
 
-_LOOKED_AT = 16  # steps at the start of an epoch whose functions must not draw; then one in 16
+# Steps at the start of an epoch in which a use of random numbers is detected; then one in 16.
+_LOOKED_AT = 16
 
 
 class Collator(NamedTuple):
-    """How samples become a batch: seeded, collated, and with an error that says where.
+    """Collates samples to a batch, seeds user functions, and adds the place to their errors.
 
     Attributes:
-        reproducible: whether each sample and each call for a microbatch is seeded.
-        microbatches: whether there are any. Else what collates must not draw.
-        rank: of this process, also if nothing is shared out.
+        reproducible: whether samples and user functions are seeded.
+        microbatches: whether steps have microbatches. Otherwise user functions must not draw random
+            numbers.
+        rank: the rank of this process, for errors.
     """
 
     collate_fn: Callable[[list[Any]], Any] | None
@@ -35,21 +37,22 @@ class Collator(NamedTuple):
     rank: int
 
     def fork_rng(self) -> generators.ForkedRng:
-        """Return the context in which the samples of a step are read and collated."""
+        """Return a context that restores the default generators after a step is fetched."""
         return generators.ForkedRng(generators.default_generators() if self.reproducible else ())
 
     def context_for(
         self, user: str, step: StepInfo, microbatch: int, device: torch.device | None = None
     ) -> AbstractContextManager[None]:
-        """Return the context in which `user` sees one microbatch, or one rank's share.
+        """Return the context of a call of the user's function for one microbatch, or for a share.
 
-        A `user` is an argument or a method, by its name: each draws other numbers. Without a
-        `device` it is within `fork_rng`, which puts the generators back.
+        `user` is the name of the function, and part of its seed. Without a `device` the call is
+        inside `fork_rng`, which restores the generators.
         """
         if not self.reproducible:
             return nullcontext()
         if not self.microbatches:
-            # Not always: NumPy takes longer to tell its state than a cache to read a batch.
+            # Not in every step: to get NumPy's state takes longer than to read a batch from a
+            # cache.
             looks = step.number < _LOOKED_AT or step.number % _LOOKED_AT == 0
             return generators.forbid_rng_use(user, device) if looks else nullcontext()
         seed = mix(self.seed, step.epoch, step.number, microbatch, _number_of(user))
@@ -66,43 +69,43 @@ class Collator(NamedTuple):
             try:
                 with cpu_default_device():
                     return default_collate(samples), 0
-            except Exception as error:  # samples differ, or are of an unknown kind
+            except Exception as error:  # samples differ, or have an unknown type
                 raise self.failed(f"samples {indices} could not be collated", error) from error
         with self.context_for("collate_fn", step, microbatch):
             missing = sum(sample is None for sample in samples)
             return self.call("collate_fn", self.collate_fn, samples, step), missing
 
     def call(self, user: str, function: Callable[[Any], Any], given: Any, step: StepInfo) -> Any:
-        """Return ``function(given)``; say where, if that raises."""
+        """Return ``function(given)``; an error names the step and the rank."""
         try:
             return function(given)
-        except Exception as error:  # a StopIteration too, which is not the epoch's end
+        except Exception as error:  # also a StopIteration, which would end the epoch
             what = f"`{user}` failed in step {step.number} of epoch {step.epoch}"
             raise self.failed(what, error) from error
 
     def failed(self, what: str, error: Exception) -> RuntimeError:
-        """Return the error that says what could not be done, where, and what happened."""
+        """Return an error of `what`, the rank, the worker, and the text of `error`."""
         worker = get_worker_info()
         where = f"on rank {self.rank}" + (f", worker {worker.id}" if worker else "")
         return RuntimeError(f"{what} {where}: {type(error).__name__}: {error}")
 
 
 class MapFetcher(Dataset[Any]):
-    """A dataset as the loader's workers see it: asked for a `FetchRequest`, it returns batches."""
+    """The dataset that the loader's workers read: returns the batches of a `FetchRequest`."""
 
     def __init__(self, dataset: Any, collation: Collator) -> None:
         self.dataset, self.collation = dataset, collation
         self.find_batch_reader()
         self._by_items = has_getitems(dataset)
-        self._epoch = -1  # that the dataset was told
+        self._epoch = -1  # the last argument of the dataset's ``set_epoch``
 
     def find_batch_reader(self) -> None:
-        """Find out how to read whole batches, once the dataset has changed, too."""
+        """Find the function that reads whole batches; called again if the dataset has changed."""
         collates = self.collation.collate_fn is not None
         self._batch_reader = None if collates else batch_reader(self.dataset)
 
     def __getitem__(self, request: FetchRequest) -> FetchedStep | RemoteError:
-        """Return what is asked for; in a worker an error, too, for DataLoader changes its text."""
+        """Return the step; a worker returns an error too, because DataLoader changes its text."""
         try:
             return self._fetched(request)
         except Exception as error:
@@ -113,7 +116,7 @@ class MapFetcher(Dataset[Any]):
     def _fetched(self, request: FetchRequest) -> FetchedStep:
         step, asked, positions = request
         if step.epoch != self._epoch and hasattr(self.dataset, "set_epoch"):
-            # Here too: a worker has a copy of its own.
+            # In a worker too, which has a copy of the dataset.
             self.collation.call("set_epoch", self.dataset.set_epoch, step.epoch, step)
         self._epoch = step.epoch
         if (read := self._batch_reader) is not None:
@@ -128,28 +131,29 @@ class MapFetcher(Dataset[Any]):
     def _batch(
         self, step: StepInfo, microbatch: int, indices: Sequence[Any], places: Sequence[int]
     ) -> tuple[Any, int]:
-        """Return what ``collate_fn`` makes of the samples at `indices`, and how many are None.
+        """Return the batch of the samples at `indices`, and the number of samples that are None.
 
-        Each is seeded by its place: its index, or its position.
+        Each sample is seeded by its entry of `places`: its index, or its position in the epoch.
         """
         samples = self._many(step, microbatch, indices) if self._by_items else None
         if samples is None:
             samples = self._samples(step.epoch, indices, places)
         elif not isinstance(samples, list) and self.collation.collate_fn is None:
-            return samples, 0  # a whole batch: PyTorch's protocol has a list of samples
+            return samples, 0  # a batch; PyTorch's protocol would be a list of samples
         return self.collation.batch_of(samples, indices, step, microbatch)
 
     def _many(self, step: StepInfo, microbatch: int, indices: Sequence[Any]) -> Any:
         """Return what ``__getitems__`` returns, or None, from now on, if it drew for a share."""
         before = self.collation.fork_rng()
-        self.collation.context_for("__getitems__", step, microbatch)  # seeds for a microbatch
+        # Seeds, if there are microbatches.
+        self.collation.context_for("__getitems__", step, microbatch)
         samples = self._call(self.dataset.__getitems__, indices)
-        # How many numbers a share draws depends on the ranks. One by one each sample has a seed.
+        # The size of a share depends on the world size. Read one by one, each sample has a seed.
         self._by_items = self.collation.microbatches or not before.advanced()
         return samples if self._by_items else None
 
     def _samples(self, epoch: int, indices: Sequence[Any], places: Sequence[int]) -> list[Any]:
-        """Return samples, each read with all default generators seeded for its place."""
+        """Return samples, each read with the default generators seeded by its entry of `places`."""
         seeded = generators.default_generators() if self.collation.reproducible else ()
         of_epoch = mix(self.collation.seed, epoch)
         seeds = [mix(of_epoch, place) for place in places] if seeded else places
@@ -161,10 +165,10 @@ class MapFetcher(Dataset[Any]):
         return samples
 
     def _call(self, get: Callable[[Any], Any], indices: Any) -> Any:
-        """Return ``get(indices)``; say where, if that raises."""
+        """Return ``get(indices)``; an error names the indices and the rank."""
         try:
             return get(indices)
-        except Exception as error:  # user code: whatever it raises
+        except Exception as error:  # user code may raise anything
             index = as_list(indices)
             what = f"{'samples' if isinstance(index, list) else 'sample'} {index} could not be read"
             raise self.collation.failed(what, error) from error

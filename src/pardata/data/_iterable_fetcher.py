@@ -1,4 +1,4 @@
-"""Iterable datasets: each sample on one rank and one worker, in the same steps at every size."""
+"""Iterable datasets: divides samples over ranks and workers, and ends on all ranks together."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -24,31 +24,33 @@ from pardata.store._remote_error import RemoteError
 from pardata.store._round import exchange, raise_if_different
 
 _END = object()
-_HASHED = (torch.Tensor, str, bytes, int, float, complex, type(None))  # by `content_hash`
+# The types that `content_hash` hashes.
+_HASHED = (torch.Tensor, str, bytes, int, float, complex, type(None))
 _NEXT = "the next step of an IterableDataset"
 
 
 class IterableFetcher(IterableDataset[FetchedStep]):
-    """An iterable dataset as the loader's workers see it: it yields whole steps.
+    """The iterable dataset that the loader's workers read: yields the steps of this rank.
 
-    Unless the dataset is `sharded`, every rank reads all of it, here or in one worker, and keeps
-    its own part. So the samples of a step are the same at every size. A `sharded` one yields, on
-    each rank and worker, samples that no other yields: they are batched as they come.
+    Unless the dataset is `sharded`, every rank reads all samples, in one worker at most, and keeps
+    its range of each step. So the samples of a step are the same at every world size. A `sharded`
+    dataset yields different samples on each rank and worker, and each batches its samples in order.
     """
 
     def __init__(self, dataset: Any, collation: Collator, plan: Plan, *, sharded: bool) -> None:
         self.dataset, self.plan, self.is_sharded = dataset, plan, sharded
-        # Else the state would be another on each rank.
+        # The state of a sharded dataset would differ between ranks.
         self.keeps_place = _has_state(dataset) and not sharded
         self.collation = collation
-        # After which sample to begin, also for workers that live on: they have copies of all else.
+        # Epoch and first sample, of shape (2,), in shared memory, because persistent workers have
+        # copies of all other attributes.
         self._start = torch.zeros(2, dtype=torch.int64, device="cpu").share_memory_()
         self._state: Any = None
 
     def seek(self, epoch: int, delivered: int, state: Any) -> None:
-        """Let the next ``iter()`` begin with this epoch; or within it, if there is a `state`.
+        """Let the next ``iter()`` begin at this epoch; with a `state` after `delivered` samples.
 
-        The dataset had it after so many samples. Only workers that start now get it.
+        Only workers that start afterwards get the state.
         """
         self._start[0], self._start[1] = epoch, 0 if state is None else delivered
         self._state = state
@@ -62,16 +64,16 @@ class IterableFetcher(IterableDataset[FetchedStep]):
             yield RemoteError.of(error, rank=self.plan.rank, call="a worker of the loader")
 
     def _steps(self, epoch: int, delivered: int) -> Iterator[FetchedStep]:
-        """Yield the steps after those delivered; of a sharded dataset those of this worker."""
+        """Yield the steps after `delivered` samples; those of this worker if sharded."""
         plan, local_samples = self.plan, self.plan.batch_size
         worker, workers, reader = 0, 1, tuple[int, ...]()
         if self.is_sharded:
             info = get_worker_info()
             worker, workers = (info.id, info.num_workers) if info else (0, 1)
             local_samples = len(local_range(plan.batch_size, plan.rank, plan.size))
-            # A worker of its own seed, as the dataset is to yield other samples in each.
+            # Another seed in each worker, because samples differ.
             reader = plan.rank, worker
-        if delivered % local_samples:  # an incomplete batch is the last one
+        if delivered % local_samples:  # an incomplete batch was the last
             return
         samples, digest = self._seeded(epoch, local_samples, *reader, first=delivered), ""
         for number in count(delivered // local_samples + worker, workers):
@@ -81,7 +83,7 @@ class IterableFetcher(IterableDataset[FetchedStep]):
                 return
             digest = digest or self._beginning(read)
             if self.is_sharded:
-                # It knows only how many samples the whole step should have.
+                # The number of samples of the other ranks is unknown: assume a full step.
                 runs = [range(len(read))]
                 step = StepInfo(epoch, number, 0, len(read), plan.batch_size)
             else:
@@ -89,7 +91,7 @@ class IterableFetcher(IterableDataset[FetchedStep]):
             yield self._fetched(step, runs, read, digest)
 
     def _beginning(self, read: list[Any]) -> str:
-        """Return a hash of the first samples. Objects have none: then it tells ranks apart."""
+        """Return a hash of the first and last sample, with the rank if objects have no hash."""
         ends = [read[0], read[-1]]
         has_hash = (
             isinstance(leaf, _HASHED) or hasattr(leaf, "tobytes")
@@ -101,7 +103,7 @@ class IterableFetcher(IterableDataset[FetchedStep]):
     def _fetched(
         self, step: StepInfo, runs: list[range], read: list[Any], digest: str
     ) -> FetchedStep:
-        # A copy, as the dataset may change its own; in a tuple, see `Position`.
+        # A copy, because the dataset may change its state. In a tuple: see `Position`.
         state = (deepcopy(self.dataset.state_dict()),) if self.keeps_place else None
         first, collated = step.number * self.plan.batch_size, []
         with self.collation.fork_rng():
@@ -112,10 +114,10 @@ class IterableFetcher(IterableDataset[FetchedStep]):
         return FetchedStep(step, batches, digest, state, missing)
 
     def _seeded(self, epoch: int, together: int, *reader: int, first: int = 0) -> Iterator[Any]:
-        """Yield the samples, so many `together` under one seed, wherever and by whom they are read.
+        """Yield the samples from `first` on, with a new seed after every `together` samples.
 
-        To seed for each sample takes as long as to decode a small one. The default generators are
-        left seeded: keep them around the reading of those that are read together.
+        To seed for each sample would take as long as to decode a small one. The caller restores the
+        default generators after each group.
         """
         seed = self.collation.seed
         key = mix(mix(seed, *reader) if reader else seed, epoch)
@@ -135,12 +137,12 @@ class IterableFetcher(IterableDataset[FetchedStep]):
                 if sample is _END:
                     return
                 yield sample
-        except Exception as error:  # user code: whatever it raises, say where
+        except Exception as error:  # user code may raise anything
             raise self.collation.failed(f"{what} could not be read", error) from error
 
 
 def _has_state(dataset: Any) -> bool:
-    """Whether a dataset has a state for every caller: litdata's has one for its own loader only."""
+    """Whether a dataset has ``state_dict()`` without arguments; litdata's requires arguments."""
     with suppress(AttributeError, TypeError):
         signature(dataset.state_dict).bind()
         return hasattr(dataset, "load_state_dict")
@@ -148,16 +150,17 @@ def _has_state(dataset: Any) -> bool:
 
 
 class LockstepSource(StepSource):
-    """The steps of a stream: they end when all ranks are at their end."""
+    """The steps of an iterable dataset, which end at the same step on all ranks."""
 
-    _has_yielded = False  # in any epoch
+    _has_yielded = False  # a step, in any epoch
 
     def steps(self, start: Position) -> Iterator[FetchedStep]:
-        """Yield the steps after those delivered. Collective, at each step, if there are ranks.
+        """Yield the steps after the position `start`. Each step is collective with several ranks.
 
         Raises:
-            ValueError: the steps that are read again have another number of samples.
-            RuntimeError: the epoch has no step, on every rank, although one before had some.
+            ValueError: no step ends at the number of samples of `start`.
+            RuntimeError: the epoch has no step, and an earlier epoch had some. Every rank raises
+                it.
         """
         stream: IterableFetcher = self.reader
         state = start.state if stream.keeps_place else None
@@ -165,7 +168,7 @@ class LockstepSource(StepSource):
             self.renew_workers()
         stream.seek(start.epoch, start.delivered, state)
         fetched = self._start_epoch(start.epoch, lambda: iter(stream))
-        # One that resumes from its own state does not begin anew.
+        # A stateful dataset resumes at `start`; any other is read again from the first sample.
         again, before = (start.delivered, start.digest) if state is None else (0, None)
         is_single, number, read = self._ranks.size == 1, 0, 0
         steps = fetched if is_single else self._lockstep(fetched, before)
@@ -194,16 +197,16 @@ class LockstepSource(StepSource):
             )
 
     def _lockstep(self, steps: Iterator[FetchedStep], before: str | None) -> Iterator[FetchedStep]:
-        """Yield this rank's `steps`. If only others have one left, repeat the last without rows.
+        """Yield this rank's `steps`, then the last one without rows until all ranks are at the end.
 
-        Collective: ranks tell each other what they have for the next step while one is computed.
+        Collective: while a step is computed, ranks exchange the number of samples of the next one.
 
         Raises:
-            RuntimeError: on every rank, where a dataset that all read whole ends at different
-                steps, a rank has nothing at all, or `steps` raises an error.
+            RuntimeError: on every rank: the dataset ends at different steps, a rank of a sharded
+                one has no sample at all, or `steps` raises an error.
         """
         stream = self.reader
-        last: Any = None  # no step yet
+        last: Any = None  # the last step of this rank
         coming = _NextStep(steps)
         while True:
             (fewest, most), (_, any_failed) = coming.counts()
@@ -215,18 +218,17 @@ class LockstepSource(StepSource):
                 exchange(store_client(self._ranks), _NEXT, coming.samples, _ended_on)
             if last is None and coming.fetched:
                 self._compare(coming.fetched, before)
-            # It has the shape of this rank's last step, without rows. All have a first step.
+            # Without a step, repeat the last one without rows. Every rank has a first one.
             last = coming.fetched or last._replace(step=last.step._replace(local_samples=0))
             coming = _NextStep(steps)
             yield last
 
     def _compare(self, first: FetchedStep, before: str | None) -> None:
-        """Compare how the stream begins with other ranks, and with how it did before. Collective.
+        """Compare the hash of the first samples between ranks, and with `before`. Collective.
 
         Raises:
-            RuntimeError: where a dataset that all ranks read whole is not the same on each, or a
-                sharded one is.
-            ValueError: where it is read again, and yields something else.
+            RuntimeError: the ranks read different samples, or equal ones of a sharded dataset.
+            ValueError: the dataset is read again to resume, and yields other samples.
         """
 
         def decide(facts: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -257,9 +259,9 @@ class LockstepSource(StepSource):
 
 
 class _NextStep:
-    """The next step of this rank, if there is one, or the error that it ended in.
+    """The next step of this rank, None at the end, or the error of reading it.
 
-    While the step before runs, ranks vote on how many samples it has: 0 if there is none.
+    It starts an all-reduce of its number of samples, 0 at the end, while the step before runs.
     """
 
     def __init__(self, steps: Iterator[FetchedStep]) -> None:
@@ -267,15 +269,15 @@ class _NextStep:
         self._error: Exception | None = None
         try:
             self.fetched = next(steps, None)
-        except Exception as error:  # noqa: BLE001  # raised again, on every rank
+        except Exception as error:  # noqa: BLE001  # raised on every rank
             self._error = error
         self._count = 0 if self.fetched is None else self.fetched.step.samples
         numbers = [self._count, self._error is not None]
         self.counts = CheckedCollective(_NEXT, dict, str).start_min_max(numbers)
 
     def samples(self) -> int:
-        """Return how many samples it has, or raise the error."""
-        error, self._error = self._error, None  # it holds frames that hold this
+        """Return the number of its samples, or raise the error."""
+        error, self._error = self._error, None  # its frames hold this object
         if error is not None:
             raise error
         return self._count

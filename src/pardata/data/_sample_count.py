@@ -1,6 +1,6 @@
-"""How many samples a batch has: what a loader has read for it, else its rows, or its items.
+"""The number of samples of a batch: as recorded by the loader, else its rows or items.
 
-And a warning where the gradients of uneven shares are averaged as if they were even.
+A record belongs to a batch and not to a tensor, so equal tensors in other batches have none.
 """
 
 import weakref
@@ -18,43 +18,45 @@ from pardata.environment._logger import get_logger
 
 _log = get_logger(__name__)
 
-_MOST = 8  # batches that are known by one object, as by the first sample of an in-memory dataset
+# The maximum number of batches recorded for one tensor, as an in-memory dataset returns in each
+# epoch.
+_MOST = 8
 
 
 class ReadRecord(NamedTuple):
-    """What a loader knows of a batch: how many samples it has read, and how many ranks share it."""
+    """A loader's record of a batch: number of samples read, and of ranks that share the step."""
 
     samples: int
     size: int
 
 
 class DeliveredBatches:
-    """What loaders have delivered, as long as it lives: a batch is known by what is in it.
+    """The records of batches that loaders have delivered, found by the ids of their parts.
 
-    Lists and dicts have no weak references, and who takes ``x, y`` out of one makes another. So the
-    columns of a batch lead to the identities of its parts. Nothing is kept alive.
+    list and dict cannot be weakly referenced, and ``x, y = batch`` drops them. So a batch is looked
+    up by its columns. Nothing is kept alive.
     """
 
     def __init__(self) -> None:
-        # By the identity of a column, of each batch that has it: what was read, and whether some of
-        # its columns tell it too.
+        # By the id of a column: a weak reference to it, and the batches with it, by the hash of
+        # their parts' ids. Each has its record, and whether some of its columns suffice to find it.
         self._batches: dict[int, tuple[weakref.ref[Any], dict[int, tuple[ReadRecord, bool]]]] = {}
 
     def add(self, batch: Any, read: ReadRecord) -> None:
-        """Take down what was read for `batch`, which the loop is about to get."""
+        """Add the record of `batch`, before the loop gets it."""
         key, columns = _key(batch), _columns(batch)
         are_samples = is_list(batch) and len(batch) == read.samples and _are_alike(batch)
         for column in columns[:1] if are_samples else columns:
             if (number := id(column)) not in self._batches:
                 self._batches[number] = weakref.ref(column, partial(self._batches.pop, number)), {}
             batches = self._batches[number][1]
-            batches.pop(key, None)  # the newest is the last
+            batches.pop(key, None)  # the newest is last
             batches[key] = read, not are_samples
             if len(batches) > _MOST:
                 del batches[next(iter(batches))]
 
     def get(self, batch: Any) -> ReadRecord | None:
-        """Return what was read for `batch`, if a loader has delivered it, or more columns of it."""
+        """Return the record of `batch`, or of a delivered batch that has all of its columns."""
         held = [self._batches.get(id(column), (None, {}))[1] for column in _columns(batch)]
         if not held:
             return None
@@ -71,21 +73,21 @@ delivered = DeliveredBatches()
 
 
 def _key(batch: Any) -> int:
-    """Return a hash of the identities of what `batch` holds."""
+    """Return a hash of the ids of the parts of `batch`."""
     if isinstance(batch, list | tuple):
         return hash(tuple(map(id, batch)))
     return hash(tuple(map(id, batch.values()))) if isinstance(batch, dict) else hash((id(batch),))
 
 
 def _columns(batch: Any) -> list[Any]:
-    """Return the first tensor or object of each part of `batch`."""
+    """Return the first weakly referenceable object of each part of `batch`."""
     parts = [*batch.values()] if isinstance(batch, dict) else batch
     firsts = map(_first, parts[:_MOST] if isinstance(parts, list | tuple) else [batch])
-    return [first for first in firsts if type(first).__weakrefoffset__]  # no numbers, no texts
+    return [first for first in firsts if type(first).__weakrefoffset__]  # not numbers, nor texts
 
 
 def _first(batch: Any) -> Any:
-    """Return the first tensor or object in `batch`; it takes least time if that is in front."""
+    """Return the first tensor or other weakly referenceable object in `batch`."""
     part = batch
     while isinstance(part, list | tuple | dict) and part:
         part = next(iter(part.values())) if isinstance(part, dict) else part[0]
@@ -96,22 +98,22 @@ def _first(batch: Any) -> Any:
 
 
 def num_samples(batch: Any, read: int | None = None) -> int:
-    """Return how many samples `batch` has: what was read for it, else rows or items.
+    """Return the number of samples of `batch`: as recorded, else its rows or items.
 
-    It has none if all its tensors are without rows, whatever was read for it.
+    It is 0 if no tensor of it has rows.
 
     Args:
-        batch: of any kind.
-        read: how many samples were read for it, unless it is among those that were delivered.
+        batch: any object.
+        read: the number of samples read for it, if it has no record.
 
     Raises:
-        TypeError: where no loader has read it, and it does not tell.
+        TypeError: there is no record, and neither rows nor items show the number.
     """
     if (record := delivered.get(batch)) is not None:
         read = record.samples
     first = _first(batch)
     if read and isinstance(first, Tensor) and first.shape[:1] == (read,):
-        return read  # most are of this kind
+        return read  # the usual case
     if is_empty(batch):
         return 0
     shown = _shown(batch)
@@ -133,7 +135,7 @@ def num_samples(batch: Any, read: int | None = None) -> int:
 
 
 def is_empty(batch: Any) -> bool:
-    """Whether `batch` has tensors with dimensions, of which none has a row."""
+    """Whether `batch` has tensors with dimensions, all of them without rows."""
     first = _first(batch)
     if isinstance(first, Tensor) and first.numel():
         return False
@@ -142,41 +144,41 @@ def is_empty(batch: Any) -> bool:
 
 
 def _shown(batch: Any) -> int | None:
-    """Return the rows of the first tensor of `batch`, or the items of its lists, if it tells."""
+    """Return the rows of the first tensor, or the items of the lists; None if that is unclear."""
     if isinstance(batch, PackedSequence):
-        return None  # its rows are elements of all its samples
+        return None  # its rows are elements of several samples
     if isinstance(batch, Tensor) or not isinstance(batch, Mapping | list | tuple):
-        return _common_rows(batch)  # a graph has a tensor of nodes and one of edges
+        return _common_rows(batch)  # in a graph, tensors of nodes and edges differ in rows
     parts = [*batch.values()] if isinstance(batch, Mapping) else batch
     columns = [part for part in parts if is_text(part) or (isinstance(part, Tensor) and part.ndim)]
     if columns:
-        # All of one kind and of unlike length: sequences, a sample each, as well as columns.
+        # Tensors of one type and different lengths may be columns, or samples that are sequences.
         is_clear = not is_list(batch) or len(columns) < len(parts) or not _are_alike(columns)
         return len(columns[0]) if is_clear or len({*map(len, columns)}) == 1 else None
-    # A list may be all of one field, or a sample: nobody can tell.
+    # A list may hold one field of all samples, or one sample.
     is_clear = _are_alike(parts) and not all(map(is_list, parts))
     return len(parts) if is_clear and _common_rows(parts) in (None, len(parts)) else None
 
 
 def _common_rows(part: Any) -> int | None:
-    """Return the rows of all tensors in `part`, if those are equally many."""
+    """Return the number of rows of the tensors in `part`, if it is the same for all."""
     rows = {len(tensor) for tensor in iter_tensors(part) if tensor.ndim}
     return rows.pop() if len(rows) == 1 else None
 
 
 def _are_alike(items: Iterable[Any]) -> bool:
-    """Whether `items` may be the same field of several samples."""
+    """Whether `items` have equal types, dtypes and dimensions, as one field of several samples."""
     kinds = {(item.dtype, item.ndim) if isinstance(item, Tensor) else type(item) for item in items}
     return len(kinds) == 1
 
 
 class UnevenShares:
-    """The batch size of a training loader whose shares are uneven; 0 if nobody is to be warned."""
+    """Warns once if a training forward outside of `backward` would average uneven shares."""
 
     batch_size = 0
 
     def warn(self) -> None:
-        """Say once that a training forward outside of `backward` does not weight them."""
+        """Log the warning if a training loader has uneven shares."""
         if not self.batch_size:
             return
         batch_size, self.batch_size = self.batch_size, 0

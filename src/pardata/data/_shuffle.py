@@ -1,6 +1,7 @@
-"""A random order that is computed and not stored: any position, at once, of any number of things.
+"""A random permutation of any length, computed position by position in constant memory.
 
-Pure arithmetic on integers, so it is the same on every platform, thread count and torch version.
+It uses integer arithmetic only, so it is the same on every platform, thread count and torch
+version.
 """
 
 import math
@@ -10,15 +11,16 @@ from torch import Tensor
 
 from pardata.rng._seeds import mix
 
-# Up to here the whole order is drawn: exactly fair, in a millisecond and half a megabyte. A Feistel
-# network on a few bits reaches only some of the orders.
+# Up to this length the permutation is drawn by sorting, in a millisecond and half a megabyte,
+# because a Feistel network on a few bits reaches only some permutations.
 _DRAWN = 2**16
 _ROUNDS = 8
-_WORD = 2**31 - 1  # words of 31 bits: times a constant below 2**32 they stay within int64
+# The mask of 31-bit words, whose product with a constant below 2**32 fits in int64.
+_WORD = 2**31 - 1
 
 
 class Shuffle:
-    """The numbers 0 … `length` - 1 in a random order that `key` decides.
+    """A random permutation of 0 … `length` - 1, decided by `key`.
 
     It takes constant memory, whatever the length. Above 65,536 a generalised Feistel network of 8
     rounds finds a number from its position. It works on a grid of rows and columns that is just
@@ -37,7 +39,7 @@ class Shuffle:
         self._drawn = self._draw() if length <= _DRAWN else None
 
     def at(self, positions: Tensor) -> Tensor:
-        """Return what stands at `positions`, an int64 tensor."""
+        """Return the numbers at `positions`; both are int64 tensors of shape (n,)."""
         if self._drawn is not None:
             return self._drawn[positions]
         numbers = self._permuted(positions)
@@ -46,28 +48,28 @@ class Shuffle:
         return numbers
 
     def _draw(self) -> Tensor:
-        """Return the whole order: sorted by 62 random bits each, hardly any two of them equal."""
+        """Return the permutation, of shape (length,): numbers sorted by 62 random bits for each."""
         keys = torch.tensor(self._keys[:4], device="cpu").view(2, 2, 1)
         numbers = torch.arange(self._length, device="cpu")
         words = _scrambled(_scrambled(numbers, keys[:, 0]), keys[:, 1])
         return (words[0] * 2**31 + words[1]).argsort(stable=True)
 
     def _permuted(self, cells: Tensor) -> Tensor:
-        """Return a permutation of the grid's cells, at `cells`."""
+        """Return the Feistel permutation of cells of the grid; both are int64 of shape (n,)."""
         sides = [cells // self._columns, cells % self._columns]
         extents = self._rows, self._columns
         for number, key in enumerate(self._keys):
             one, other = number % 2, (number + 1) % 2
-            # 31 random bits times the extent, without the last 31, are a number below the extent.
+            # 31 random bits times the extent, shifted right by 31, are a number below the extent.
             sides[one] += _scrambled(sides[other], key) * extents[one] >> 31
             sides[one] -= (sides[one] >= extents[one]) * extents[one]
         return sides[0] * self._columns + sides[1]
 
 
 def _scrambled(words: Tensor, key: Tensor | int) -> Tensor:
-    """Return 31 bits for each of `words`, that look random: the finaliser of a hash, twice mixed.
+    """Return a 31-bit hash of each of `words`, int64 of shape (n,), by two multiply-shift rounds.
 
-    Multiply and shift as in Wellons' "Prospecting for hash functions", 2018, here modulo 2**31.
+    The constants are from Wellons' "Prospecting for hash functions", 2018, here modulo 2**31.
     """
     words = words ^ key
     words ^= words >> 15

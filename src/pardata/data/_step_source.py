@@ -1,4 +1,4 @@
-"""Reading here or in workers: how many, whether they can hand over, and their seeds."""
+"""The source of fetched steps: this process, or the workers of a DataLoader."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -18,11 +18,11 @@ from pardata.environment._world import World, cpus_per_rank
 from pardata.rng._seeds import mix
 from pardata.store._remote_error import RemoteError
 
-_LONGEST_SOCKET = 107  # characters: `sun_path` of Linux's unix(7), without its last zero
+_LONGEST_SOCKET = 107  # characters of `sun_path` in Linux's unix(7), without the final zero
 
 
 class DataLoaderOptions(TypedDict, total=False):
-    """The options that `make_loader` hands on to ``DataLoader`` as they are."""
+    """The options that `make_loader` passes to ``DataLoader``."""
 
     pin_memory: bool | None
     timeout: float
@@ -33,11 +33,11 @@ class DataLoaderOptions(TypedDict, total=False):
 
 
 def resolve_num_workers(num_workers: Any, dataset: Any, world: World) -> int:
-    """Return how many workers this rank gets, of which "auto" decides from dataset and cores.
+    """Return the number of workers of this rank; "auto" depends on the dataset and the CPU cores.
 
     Raises:
-        TypeError, ValueError: for a number that is none or negative, and where workers could not
-            hand over a tensor.
+        TypeError, ValueError: the number is no integer or negative, or workers could not send
+            tensors.
     """
     if num_workers == "auto":
         num_workers = 0 if batch_reader(dataset) else min(8, cpus_per_rank(world) - 1)
@@ -50,11 +50,11 @@ def resolve_num_workers(num_workers: Any, dataset: Any, world: World) -> int:
 def worker_options(
     num_workers: Any, given: DataLoaderOptions, dataset: Any, world: World, device: torch.device
 ) -> tuple[dict[str, Any], bool]:
-    """Return the options of the ``DataLoader``, and whether we pin the batches in its place."""
+    """Return the options of the ``DataLoader``, and whether pardata itself pins the batches."""
     number = resolve_num_workers(num_workers, dataset, world)
     options: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
     if number == 0 and num_workers == "auto":
-        # DataLoader refuses these without workers, and "auto" may find none on some ranks only.
+        # DataLoader raises for these without workers, and "auto" may be 0 on some ranks only.
         options = {name: x for name, x in options.items() if name == "pin_memory"}
     elif number == 0 and options.get("timeout"):
         raise ValueError(
@@ -62,21 +62,22 @@ def worker_options(
             f"but is {options['timeout']!r}: leave it out, or pass `num_workers`"
         )
     pin_memory = options.pop("pin_memory", has_streams(device))
-    # DataLoader refuses a tensor that is on a GPU already, which none that comes from a worker is.
+    # DataLoader cannot pin a tensor on a GPU, which a dataset in this process may return.
     ours = pin_memory and number == 0 and torch.accelerator.is_available()
     defaults = {"num_workers": number, "persistent_workers": number > 0}
     return {**defaults, **options, "pin_memory": pin_memory and not ours}, ours
 
 
 def _check_they_can_send() -> None:
-    """Raise where a worker could not open the socket by which it hands over a tensor.
+    """Raise if the temporary directory's name is too long for the sockets that send tensors.
 
-    The worker's thread would die of that unseen, and ``DataLoader`` wait for its batch for ever.
+    A thread of the worker would fail, and ``DataLoader`` wait forever for its batch.
     """
     if torch.multiprocessing.get_sharing_strategy() != "file_descriptor":
-        return  # macOS and Windows: no socket
+        return  # macOS and Windows use no socket
     directory = util.get_temp_dir()
-    longest = _LONGEST_SOCKET - len("/listener-12345678")  # as multiprocessing.connection names it
+    # The socket's name in multiprocessing.connection.
+    longest = _LONGEST_SOCKET - len("/listener-12345678")
     if len(os.fsencode(directory)) > longest:
         raise ValueError(
             f"the temporary directory must have a name of at most {longest} characters, for its "
@@ -85,12 +86,12 @@ def _check_they_can_send() -> None:
 
 
 class StepSource:
-    """Where the steps of an epoch come from: `reader`, which is asked for each of `requests`.
+    """Iterates over the fetched steps of an epoch: ``reader[request]`` for each of `requests`.
 
     Attributes:
-        requests: None for a stream, which is not asked for anything.
-        digest: of what tells this epoch from others, where that is not decided here.
-        workers: where copies of it read, and what they bring is pinned; None if it reads here.
+        requests: the sampler of requests, None for an iterable dataset.
+        digest: a hash of the epoch's order, if a user's sampler or an iterable dataset decides it.
+        workers: the ``DataLoader`` that reads in workers or pins; None without both.
     """
 
     def __init__(self, reader: Any, requests: Any, ranks: World, options: dict[str, Any]) -> None:
@@ -102,12 +103,12 @@ class StepSource:
         self.renew_workers()
 
     def renew_workers(self) -> None:
-        """Let the next epoch start workers of its own, if there are any."""
+        """Let the next epoch start new workers, if there are any."""
         if self._options["num_workers"] or self._options["pin_memory"]:
-            # Without workers or pins, a DataLoader would only add 90 microseconds to each batch.
+            # Without workers and pinning, a DataLoader would only add 90 µs to each batch.
             self.workers = DataLoader(
                 self.reader,
-                batch_size=None,  # what is read of a step is a batch already
+                batch_size=None,  # a fetched step is a batch already
                 sampler=self.requests,
                 collate_fn=_identity,
                 generator=torch.Generator(),
@@ -115,7 +116,7 @@ class StepSource:
             )
 
     def steps(self, start: Position) -> Iterator[Any]:
-        """Yield the steps after those delivered. Collective where the order is a sampler's."""
+        """Yield the steps after the position `start`. Collective with a user's sampler."""
         length, had = len(self.reader.dataset), self.requests.plan.length
         if length != had and self.requests.sampler is None:
             raise ValueError(
@@ -129,21 +130,22 @@ class StepSource:
     def _start_epoch(self, epoch: int, read: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Return the steps of this epoch: from workers, which start at once, else from `read`."""
         if (outline_now := outline(self.reader.dataset)) != self._outline:
-            self._outline = outline_now  # workers that live on have copies of what it was
+            self._outline = outline_now  # persistent workers have copies of the old dataset
             if self.requests is not None:
                 self.reader.find_batch_reader()
             self.renew_workers()
         if self.workers is None:
             return read()
-        # DataLoader draws its workers' seed from this, and leaves the user's generator alone.
+        # DataLoader draws the base seed of its workers from this generator, not from the default
+        # one.
         seed = self.reader.collation.seed
         self.workers.generator.manual_seed(mix(seed, epoch, self._ranks.rank))
-        with cpu_default_device():  # where DataLoader draws the seed of its workers
+        with cpu_default_device():  # DataLoader draws its base seed on the default device
             return map(_or_raise, start_workers(self.workers, self._options.get("worker_init_fn")))
 
 
 def _or_raise(fetched: Any) -> Any:
-    """Return what a worker has read, or raise the error that it returned."""
+    """Return a step that a worker fetched, or raise the error that it returned."""
     if isinstance(fetched, RemoteError):
         raise fetched.to_exception()
     return fetched

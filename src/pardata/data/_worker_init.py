@@ -1,4 +1,4 @@
-"""Workers as processes: they pass over signals that stop the run, and end with their rank."""
+"""Worker processes: start-up, signals, and lifetime, which is that of their rank."""
 
 import multiprocessing
 import os
@@ -17,29 +17,30 @@ from torch.utils.data import DataLoader, get_worker_info
 from pardata.collectives._stop_signal import is_stop_signal
 from pardata.environment._logger import flush_output
 
-_LAST = -200  # after finalizers that close the queues and remove the temporary folder
+_LAST = -200  # the priority after finalizers of queues and of the temporary folder
 
 
 def _end_workers(processes: set[BaseProcess], pipe: tuple[Connection, Connection]) -> None:
-    """End workers whose iterator is gone, or whose rank ends. They pass over SIGTERM.
+    """End workers, which ignore SIGTERM, when their iterator is freed or their rank exits.
 
-    As the rank ends, multiprocessing would send SIGTERM, and wait. A kept error may hold the
-    iterator in a cycle. Then the garbage collector closes its queues before it asks workers to end.
+    At exit, multiprocessing would send SIGTERM and wait. If an error holds the iterator in a cycle,
+    the garbage collector closes its queues before the iterator can end the workers.
     """
     if util.is_exiting():
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's raises if a worker dies
+        # DataLoader's handler raises if a worker dies.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for process in processes:
             process.kill()
     else:
-        pipe[1].send_bytes(b"end")  # no worker reads it, so that each one sees it
+        pipe[1].send_bytes(b"end")  # no worker reads it, so all wake up
 
 
 def start_workers(loader: DataLoader[Any], init_fn: Callable[[int], None] | None) -> Iterator[Any]:
-    """Return the steps of a loader; workers that start now pass over signals that stop the run.
+    """Return ``iter(loader)``, with workers that ignore the signals that stop a run.
 
-    A launcher sends its signal to all processes, and a handler cannot tell who sent it. So a worker
-    passes over it, and ends when its rank ends, whatever ended that. One in C code that holds
-    Python's lock ends after that code, if its rank was killed.
+    torchrun and SLURM signal all processes of a run. Workers ignore these signals, because the rank
+    may still need batches, and end when their rank ends. If the rank is killed, a worker in C code
+    that holds the GIL ends after that code.
     """
     if not loader.num_workers:
         return iter(loader)
@@ -48,13 +49,13 @@ def start_workers(loader: DataLoader[Any], init_fn: Callable[[int], None] | None
     loader.worker_init_fn = partial(worker_init, init_fn, numbers, pipe[0])
     method = start_method(loader)
     if method == "forkserver":
-        # It blocks these signals too, and the processes that it starts do not.
+        # The server inherits the blocked signals; `_fork_server` unblocks them in its children.
         multiprocessing.set_forkserver_preload(["__main__", "pardata.data._fork_server"])
     others, steps = {*multiprocessing.active_children()}, None
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # until a worker handles them
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # until the worker has its handlers
     try:
         if method != "fork":
-            resource_tracker.ensure_running()  # unblocks SIGTERM, up to Python 3.13
+            resource_tracker.ensure_running()  # up to Python 3.13 it unblocks SIGTERM
             signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
         steps = iter(loader)
         return steps
@@ -65,17 +66,17 @@ def start_workers(loader: DataLoader[Any], init_fn: Callable[[int], None] | None
 
 
 def start_method(loader: DataLoader[Any]) -> str:
-    """Return how the workers of a loader are started."""
+    """Return the start method of the workers of a loader."""
     return str((loader.multiprocessing_context or multiprocessing).get_start_method())
 
 
 def _exit_worker() -> None:
-    """End a spawned worker as forked ones end: without the end of its interpreter.
+    """Exit a spawned worker without finalising its interpreter, as forked workers exit.
 
-    There Python takes its handlers back, so that SIGTERM would end the worker after all. It also
-    ends threads that are in C++, which says "terminate called without an active exception".
+    Finalising resets the signal handlers, so that SIGTERM would end the worker. It also ends
+    threads in C++, which print "terminate called without an active exception".
     """
-    if sys.exc_info()[0] is None:  # else the error is printed
+    if sys.exc_info()[0] is None:  # otherwise the interpreter prints the error
         flush_output()
         os._exit(0)
 
@@ -83,24 +84,25 @@ def _exit_worker() -> None:
 def worker_init(
     init_fn: Callable[[int], None] | None, numbers: list[int], reader: Connection, worker: int
 ) -> None:
-    """Begin a worker: it passes over these signals, and ends as soon as its rank has ended.
+    """Initialise a worker: ignore the signals `numbers`, exit with the rank, call `init_fn`.
 
-    It also ends as soon as `reader` can be read.
+    The worker also exits when `reader` becomes readable.
 
-    There ``get_worker_info().dataset`` is the user's, and not our reader.
+    ``get_worker_info().dataset`` becomes the user's dataset in place of the fetcher.
     """
     for number in numbers:
-        signal.signal(number, lambda *_: None)  # a worker's own programs would inherit SIG_IGN
+        # Programs that a worker starts would inherit SIG_IGN.
+        signal.signal(number, lambda *_: None)
         signal.siginterrupt(number, False)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
     util.Finalize(None, _exit_worker, exitpriority=_LAST)
     threading.Thread(target=_exit_if_asked, args=[reader], daemon=True).start()
     info: Any = get_worker_info()
-    object.__setattr__(info, "dataset", info.dataset.dataset)  # it lets nobody else set anything
+    object.__setattr__(info, "dataset", info.dataset.dataset)  # it forbids setattr
     if init_fn is not None:
         try:
             init_fn(worker)
-        except StopIteration as error:  # DataLoader would take it for the end
+        except StopIteration as error:  # DataLoader would take it for the end of the data
             text = f"`worker_init_fn` failed in worker {worker}: StopIteration: {error}"
             raise RuntimeError(text) from error
 

@@ -283,7 +283,7 @@ def _check_means(found: Mapping[KeyPath, Leaf], microbatch: Any) -> None:
     Once another number of samples has shown that a metric is none, its structure is known.
     """
     rows = {len(tensor) for tensor in iter_tensors(microbatch) if tensor.ndim}
-    with suppress(TypeError):  # a batch that does not tell
+    with suppress(TypeError):  # the number of samples is unclear
         rows.add(num_samples(microbatch))
     for path, leaf in found.items():
         shape = leaf.shape if isinstance(leaf, Tensor) else ()

@@ -59,7 +59,7 @@ def form_group(
         if launch is not None:
             how = {"backend": propose()["backend"], "rank": client.rank, "world_size": client.size}
             how |= {"store": dist.PrefixStore("group", part), "timeout": timeout}
-            # Binding lets NCCL connect at once; a group of one rank has no peer.
+            # A bound backend connects at once; a group of one rank has no peer.
             binds = plan["binds"] and client.size > 1
             how["device_id"] = torch.device(propose()["device"]) if binds else None
             create_on_all_ranks(client, partial(dist.init_process_group, **how))

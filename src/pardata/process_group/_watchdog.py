@@ -3,7 +3,8 @@
 The thread checks once a tick. A rank that waits for long writes a key to the store, which begins a
 stall. Every rank sees the key and writes its status, and one rank logs the table. A check is one
 request to the store, or two on an accelerator, at any number of ranks. The watchdog ends a process
-only on an accelerator, if it waits for a failed rank, because NCCL's timeout is half an hour.
+only on an accelerator, if it waits for a failed rank, because its collective would wait until the
+group's timeout.
 """
 
 import atexit

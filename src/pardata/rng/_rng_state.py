@@ -173,7 +173,7 @@ def _of(device: torch.device | None) -> tuple[DefaultGenerator, ...]:
 def _of_kind(kind: Any) -> tuple[DefaultGenerator, ...]:
     """Return the default generators of all visible devices of this type."""
     if hasattr(kind, "get_rng_state") and not hasattr(kind, "default_generators"):
-        # A device type with one device, as MPS.
+        # A device type that has a single device.
         return (DefaultGenerator(kind.manual_seed, kind.get_rng_state, kind.set_rng_state),)
     return tuple(map(_of_torch, getattr(kind, "default_generators", ())))
 

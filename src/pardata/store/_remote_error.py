@@ -15,8 +15,8 @@ from pardata.store._caller import raise_location
 _E = TypeVar("_E", bound=BaseException)
 
 _MARK = "_pardata_secondary"
-# gloo's errors name a file of its sources, or are one of these texts. NCCL's are a
-# DistBackendError.
+# gloo's errors name a file of its sources, or are one of these texts. Those of backends for
+# accelerators are a DistBackendError.
 _LOST_BY_GLOO = re.compile(
     r"gloo/|Application timeout caused pair closure|[Tt]imed out waiting \d+ms"
 )

@@ -64,7 +64,7 @@ class Collator(NamedTuple):
     def batch_of(
         self, samples: Any, indices: Any, step: StepInfo, microbatch: int
     ) -> tuple[Any, int]:
-        """Return the batch, and how many samples are None: a ``collate_fn`` leaves those out."""
+        """Return the batch, and the number of samples that are None, for ``collate_fn`` to skip."""
         if self.collate_fn is None:
             try:
                 with cpu_default_device():
@@ -143,7 +143,7 @@ class MapFetcher(Dataset[Any]):
         return self.collation.batch_of(samples, indices, step, microbatch)
 
     def _many(self, step: StepInfo, microbatch: int, indices: Sequence[Any]) -> Any:
-        """Return what ``__getitems__`` returns, or None, from now on, if it drew for a share."""
+        """Return the result of ``__getitems__``; from now on None if it drew for a share."""
         before = self.collation.fork_rng()
         # Seeds, if there are microbatches.
         self.collation.context_for("__getitems__", step, microbatch)

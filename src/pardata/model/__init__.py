@@ -1,4 +1,4 @@
-"""A module, whatever wraps it: read through, unwrapped, its state, buffers."""
+"""Modules and their wrappers: transparent access, unwrapping, state dicts, gradients, buffers."""
 
 from pardata.model._state_dict import LoadedKeys
 from pardata.model._unwrap import unwrap

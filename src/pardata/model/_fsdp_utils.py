@@ -1,4 +1,4 @@
-"""What `fully_shard` keeps in a module between forwards and backwards."""
+"""Internals of `fully_shard`: placement, resharding, reset of its state after an error."""
 
 from typing import Any
 
@@ -8,15 +8,16 @@ from torch import Tensor, nn
 from pardata.data._batch_utils import iter_tensors
 from pardata.model._torch_internals import direct_tensors, uncompiled
 
-# ruff: noqa: SLF001  # a torch without `reset_iter_state`, as 2.9: see pytorch/torchtitan#1329
+# ruff: noqa: SLF001  # can go with a torch that has `reset_iter_state` (2.15):
+# pytorch/torchtitan#1329
 
 
 @torch.no_grad()
 def materialize(module: nn.Module, device: torch.device) -> dict[Tensor, Tensor]:
-    """Move what is not sharded to a device. What is on the meta device gets memory there.
+    """Move all tensors that are not sharded to a device, with new memory if they are on meta.
 
-    Return what had to be replaced, and by what: all that share a tensor share the new one, of
-    which PyTorch's ``to_empty()`` would make several.
+    Return the tensors that were replaced, with the new ones. Modules that share a tensor share the
+    new one; PyTorch's ``to_empty()`` would make several.
     """
     made: dict[Tensor, Tensor] = {}
     held = [h for part in module.modules() for h in direct_tensors(part)]
@@ -36,40 +37,40 @@ def materialize(module: nn.Module, device: torch.device) -> dict[Tensor, Tensor]
 
 @uncompiled
 def reshard_hook(module: nn.Module, _args: object, output: object) -> None:
-    """Shard what a forward has gathered whose output has no gradient: a forward hook.
+    """Forward hook: reshard the parameters after a forward whose output needs no gradient.
 
-    PyTorch leaves that to the backward, which does not come. An optimizer made in between would
-    have the whole parameters, and train nothing.
+    PyTorch reshards in the backward, which does not follow. An optimizer made in between would get
+    the unsharded parameters, and train nothing.
     """
     if not any(tensor.requires_grad for tensor in iter_tensors(output)):
         reshard(module)
 
 
 def reshard(module: nn.Module) -> None:
-    """Shard all parts again, except those in FSDP's older wrapper."""
+    """Reshard all modules of `fully_shard`."""
     parts: list[Any] = [part for part in module.modules() if hasattr(part, "_get_fsdp_state")]
     for part in parts:
         part.reshard()
 
 
 def reset_after_error(module: Any) -> None:
-    """Drop all gradients, and what else a failed step has left that FSDP would take along."""
+    """Drop all gradients and reset the state of FSDP after a failed step."""
     for own in _sharded(module):
-        if not hasattr(type(own), "unsharded_accumulated_grad"):  # from torch 2.15 on a property
+        if not hasattr(type(own), "unsharded_accumulated_grad"):  # a property from torch 2.15 on
             own.unsharded_accumulated_grad = None
-        if hasattr(own, "_unsharded_param"):  # PyTorch's own reset leaves this
+        if hasattr(own, "_unsharded_param"):  # PyTorch's reset does not clear it
             own._unsharded_param.grad = None
     reset_iter_state(module)
 
 
 def reset_iter_state(module: Any) -> None:
-    """Let the next forward begin anew after one without a backward, or a backward that failed."""
-    if not _states(module) or module._get_fsdp_state()._is_root is None:  # nothing has run
+    """Reset the state of FSDP after a forward without a backward, or a backward that failed."""
+    if not _states(module) or module._get_fsdp_state()._is_root is None:  # before the first forward
         return
     if hasattr(module, "reset_iter_state"):
         module.reset_iter_state()
         return
-    for state, groups in _states(module):  # what that does, for an older torch
+    for state, groups in _states(module):  # the same for torch before 2.15
         for one in (state, *groups):
             one._training_state = type(one._training_state).IDLE
         state._state_ctx.iter_forward_root = None
@@ -83,7 +84,7 @@ def reset_iter_state(module: Any) -> None:
 
 
 def unsharded_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that autograd knows in place of the sharded ones."""
+    """Return the unsharded parameters, of which autograd makes gradients."""
     return [p._unsharded_param for p in _sharded(module) if hasattr(p, "_unsharded_param")]
 
 
@@ -94,6 +95,6 @@ def _sharded(module: nn.Module) -> list[Any]:
 def _states(module: nn.Module) -> list[tuple[Any, list[Any]]]:
     parts: Any = [part for part in module.modules() if hasattr(part, "_get_fsdp_state")]
     states = [part._get_fsdp_state() for part in parts]
-    name = "_fsdp_param_groups"  # an older torch has one, without the "s"
+    name = "_fsdp_param_groups"  # an older torch has one group, and the name without the "s"
     groups = [getattr(s, name, None) or [getattr(s, name[:-1], None)] for s in states]
     return [(s, [g for g in own if g]) for s, own in zip(states, groups, strict=True)]

@@ -1,4 +1,4 @@
-"""Gradients that a step finds and leaves after an error; buffers that a block puts back."""
+"""Context managers that move ``.grad`` aside during a step, and that restore buffers."""
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, suppress
@@ -12,13 +12,14 @@ _Gradient = tuple[nn.Parameter, Tensor]
 
 
 class StashedGradients(AbstractContextManager["StashedGradients"]):
-    """A block that finds no gradients, because none must be reduced again, and adds its own.
+    """Context manager: moves existing ``.grad`` aside, and adds it back at the end.
 
-    If it ends in an error, it leaves those that were there.
+    Existing gradients are reduced already, and must not be reduced again. After an error it
+    restores them.
 
     Args:
-        parameters: whose gradients.
-        shares_memory: whether new gradients come in the memory of the old ones.
+        parameters: the parameters whose gradients are moved.
+        shares_memory: whether new gradients use the memory of the old ones.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], *, shares_memory: bool = False) -> None:
@@ -34,7 +35,7 @@ class StashedGradients(AbstractContextManager["StashedGradients"]):
                 parameter.grad = None
             for parameter, gradient in self._before:
                 parameter.grad = gradient
-        elif self._before:  # to enter no_grad() takes a hundredth of a small model's step
+        elif self._before:  # entering no_grad() would take 1 % of a small model's step
             _add(self._before)
 
 
@@ -46,15 +47,15 @@ def _add(before: list[_Gradient]) -> None:
             parameter.grad = old
         elif old.is_sparse and not new.is_sparse:
             parameter.grad = new + old
-        else:  # in place, as PyTorch's: who holds the tensor sees the sum
+        else:  # in place, as PyTorch does, so that references to it see the sum
             parameter.grad = old.add_(new)
 
 
 class BufferSnapshot(AbstractContextManager["BufferSnapshot"]):
-    """A block after which buffers are what they were, the same tensors with their values.
+    """Context manager: restores buffers at exit, the same tensors with the same values.
 
     Args:
-        modules: the modules whose buffers.
+        modules: the modules whose buffers it restores.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -67,7 +68,7 @@ class BufferSnapshot(AbstractContextManager["BufferSnapshot"]):
         for buffers, before in self._held:
             buffers.clear()
             buffers.update(before)
-        # After an error on a GPU each kernel raises it anew: the error of the block stays.
+        # After an error on a GPU each kernel raises it again: keep the block's error.
         with suppress(*[RuntimeError] * (kind is not None)):
             for data, value in self._values:
                 data.copy_(value)

@@ -1,4 +1,4 @@
-"""State dicts: read from files, given the names of a module, and loaded into it."""
+"""Reads state dicts from files, maps their names to those of a module, and loads them."""
 
 import os
 from collections import Counter, OrderedDict
@@ -16,7 +16,7 @@ from pardata.model._torch_internals import set_versions, versions_of
 from pardata.model._unwrap import ShardedModule, Wrapper, wrapper_chain
 from pardata.store._round import exchange
 
-# What wrappers put into the names of parameters.
+# Parts of names that wrappers add.
 _PREFIXES = ("module", "_orig_mod")
 
 NO_ASSIGN = "`assign` must be False for a wrapped model: assign to the module before wrapping it"
@@ -30,7 +30,7 @@ class LoadedKeys(NamedTuple):
 
 
 def load_full(model: nn.Module, given: object, *, strict: bool, assign: bool) -> LoadedKeys:
-    """Load into the module inside `model`, of which this rank has all, or a part."""
+    """Load a full state dict, or a file of one, into the module inside `model`."""
     *wrapped, plain = wrapper_chain(model)
     if assign and (wrapped or isinstance(plain, ShardedModule)):
         raise ValueError(NO_ASSIGN)
@@ -43,7 +43,7 @@ def load_full(model: nn.Module, given: object, *, strict: bool, assign: bool) ->
 
 
 def load_sharded(model: nn.Module, given: object, *, strict: bool, assign: bool) -> LoadedKeys:
-    """Load as `load_full`, and raise an error of any rank on all, which belong together."""
+    """Load as `load_full`; an error on any rank is raised on all. Collective."""
     found: list[LoadedKeys] = []
     load = partial(load_full, model, given, strict=strict, assign=assign)
     require_world("load_weights")
@@ -52,14 +52,14 @@ def load_sharded(model: nn.Module, given: object, *, strict: bool, assign: bool)
 
 
 def _shard_like(value: Any, template: Any) -> Any:
-    """Return this rank's part of a tensor that a module has sharded, where both have one shape."""
+    """Return a tensor sharded like the DTensor `template`, if both have the same shape."""
     if not hasattr(template, "device_mesh") or hasattr(value, "device_mesh"):
         return value
-    # Whoever has a sharded model has paid for this import already.
+    # Already imported if the model is sharded.
     from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415  # takes 0.5 s
 
     if getattr(value, "shape", None) != template.shape:
-        return value  # load_state_dict() says so
+        return value  # load_state_dict() raises for it
     full = value.detach().to(template.device)
     return distribute_tensor(full, template.device_mesh, template.placements, src_data_rank=None)
 
@@ -72,7 +72,7 @@ def _read_state(state: object) -> Mapping[str, Any]:
             f"`state_or_path` must be a state dict or a path, but is {type_with_article(state)}"
         )
     for key, value in state.items():
-        # What a module's get_extra_state() returns may well be a dict.
+        # A module's get_extra_state() may return a dict.
         if isinstance(value, Mapping) and not str(key).endswith("_extra_state"):
             raise TypeError(
                 f"`state_or_path` must map names to tensors, but {key!r} holds a dict: if this is "
@@ -82,9 +82,9 @@ def _read_state(state: object) -> Mapping[str, Any]:
 
 
 def _renamed(state: Mapping[str, Any], plain: nn.Module) -> dict[str, Any]:
-    """Give the entries of `state` the names that `plain` uses, and cut what it has sharded."""
+    """Return `state` with the names of `plain`, and with tensors sharded as there."""
     renamed: OrderedDict[str, Any] = OrderedDict()
-    # What may be missing depends on which version of each module wrote `state`.
+    # Modules use the versions in the metadata to decide which keys may be missing.
     versions = {_strip_wrappers(path): facts for path, facts in versions_of(state).items()}
     paths = [path for path, _ in plain.named_modules()]
     set_versions(renamed, {path: versions.get(_strip_wrappers(path), {}) for path in paths})
@@ -106,11 +106,11 @@ def _strip_wrappers(name: str) -> str:
 
 
 def read_weights(path: str | os.PathLike[str]) -> Any:
-    """Return what is in a file of weights, on the CPU, without running code.
+    """Return the contents of a file of weights, on the CPU, without running code.
 
     Raises:
-        OSError: for what cannot be opened.
-        RuntimeError: for a file that holds something else, or is damaged.
+        OSError: the file cannot be opened.
+        RuntimeError: the file holds something else, or is damaged.
     """
     try:
         if Path(path).suffix == ".safetensors":
@@ -121,8 +121,8 @@ def read_weights(path: str | os.PathLike[str]) -> Any:
     except (OSError, ImportError):
         raise
     except Exception as error:
-        # torch and safetensors raise almost anything if a file is damaged, and name no file.
-        # What torch says after its first sentence is how to run the code in it all the same.
+        # torch and safetensors raise many types for a damaged file, and name no file. Only the
+        # first sentence of torch's text: the next ones explain how to run the code in the file.
         sentence = str(error).partition("\n")[0].partition(". ")[0]
         raise RuntimeError(
             f"{os.fspath(path)} must be a file of weights, written by torch.save or as "

@@ -1,4 +1,4 @@
-"""What ``nn.Module``, autograd and ``torch.compile`` keep under private names.
+"""Access to private state of ``nn.Module``, autograd and ``torch.compile``, in one file.
 
 By public methods `modules_and_parameters` takes four times as long. No public method reads or sets
 the versions in a state (pytorch/pytorch#75287), or says how ``torch.compile`` compiled a module.
@@ -13,13 +13,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 # ruff: noqa: SLF001  # see above; `queue_callback` can go when pytorch/pytorch#66199 is done
 
-BatchNorm: TypeAlias = _BatchNorm  # the class of them all, which a user may have subclassed
-# As torch.compiler.disable, which imports all of dynamo at once: pytorch/pytorch#104317.
+BatchNorm: TypeAlias = _BatchNorm  # the base class of all batch norms
+# As torch.compiler.disable, which imports all of dynamo: can go with pytorch/pytorch#104317.
 uncompiled = torch._disable_dynamo
 
 
 def modules_and_parameters(module: nn.Module) -> tuple[list[nn.Module], list[nn.Parameter]]:
-    """Return the parts of a module and their parameters."""
+    """Return all modules of `module` and their parameters."""
     parts, seen = [module], {module}
     for part in parts:
         for child in part._modules.values():
@@ -34,17 +34,17 @@ def parameters_of(module: nn.Module) -> list[nn.Parameter]:
 
 
 def name_of(parameter: Tensor, named: Iterable[tuple[str, Tensor]]) -> str:
-    """Return the name that a parameter has among those that are `named`."""
+    """Return the name of a parameter in `named`."""
     return next((name for name, one in named if one is parameter), "a former parameter")
 
 
 def direct_tensors(part: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return where a module holds its parameters and its buffers, without those of its children."""
+    """Return the dicts of the direct parameters and direct buffers of a module."""
     return part._parameters, part._buffers
 
 
 def versions_of(state: Any) -> dict[str, dict[str, Any]]:
-    """Return by which version of each module a state was written, for one that says so."""
+    """Return the metadata of a state dict: the version of each module by path; may be empty."""
     versions: dict[str, dict[str, Any]] = getattr(state, "_metadata", {})
     return versions
 
@@ -56,9 +56,9 @@ def set_versions(state: Any, versions: Mapping[str, Any]) -> None:
 def after_backward(
     outputs: Iterable[Tensor], action: Callable[[], None], *, otherwise: bool = True
 ) -> None:
-    """Run `action` at the end of the first backward through any of the outputs of a forward.
+    """Run `action` at the end of the first backward through any of `outputs`.
 
-    If none of them can have a backward, at once, or not at all.
+    If no output requires a gradient, run it at once, or never without `otherwise`.
     """
     waiting = [action]
 
@@ -74,19 +74,19 @@ def after_backward(
 
 
 def at_end_of_backward(action: Callable[[], None]) -> None:
-    """Run `action` when the backward that runs now has ended, after what was queued before."""
-    torch.autograd.Variable._execution_engine.queue_callback(action)  # as DDP itself does
+    """Run `action` at the end of the current backward, after callbacks queued earlier."""
+    torch.autograd.Variable._execution_engine.queue_callback(action)  # as DDP does
 
 
 def in_backward() -> bool:
-    """Return whether a backward runs, as for a checkpointed part, which runs again in it."""
+    """Return whether a backward runs now, in which checkpointed modules run their forward again."""
     return torch._C._current_graph_task_id() >= 0
 
 
 def fail_past_recompile_limit() -> None:
-    """Fail at dynamo's limit of recompilations, in the whole process; see ``torch._dynamo.config``.
+    """Let dynamo raise at its limit of recompilations, in the whole process.
 
-    Past the limit dynamo runs uncompiled what it has not met.
+    By default it would run new sizes uncompiled past the limit; see ``torch._dynamo.config``.
     """
     torch._dynamo.config.fail_on_recompile_limit_hit = True
 
@@ -97,10 +97,10 @@ def is_compiled_in_place(part: nn.Module) -> bool:
 
 
 def has_dynamic_sizes(context: Any) -> bool:
-    """Return whether ``torch.compile``, which made this context, may compile for several sizes."""
+    """Return whether this context of ``torch.compile`` may compile one kernel for several sizes."""
     return getattr(context, "_dynamic", None) is not False
 
 
 def sync_batch_norms(module: nn.Module) -> list[nn.Module]:
-    """Return the SyncBatchNorms of a module: each forward of one in training is collective."""
+    """Return the SyncBatchNorms of a module, whose forwards in training mode are collective."""
     return [part for part in module.modules() if isinstance(part, nn.SyncBatchNorm)]

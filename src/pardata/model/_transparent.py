@@ -1,7 +1,7 @@
-"""Wrappers that read and write through to their module: real subclasses of PyTorch's own.
+"""Wrappers that pass attribute access and state dicts on to their module.
 
-A script that runs in one process with the bare module then runs under a wrapper unchanged:
-attributes, ``state_dict`` and ``load_state_dict`` are the module's.
+They are subclasses of PyTorch's wrappers. Attributes, ``state_dict`` and ``load_state_dict`` are
+the module's, so a script for the bare module also runs with a wrapper.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,14 +21,14 @@ _log = get_logger(__name__)
 
 
 class TransparentWrapper(nn.Module):
-    """What the wrappers share. Stands before PyTorch's class in the order of bases."""
+    """The base class of transparent wrappers, to be listed before PyTorch's class."""
 
     module: nn.Module
     _inside: nn.Module
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
-        # Only now: while PyTorch's __init__ runs, every attribute belongs to the wrapper.
+        # After PyTorch's __init__, in which every attribute belongs to the wrapper.
         self.__dict__.update(_inside=unwrap(module), _transparent=True)
         self._log_hidden_names()
 
@@ -72,32 +72,32 @@ class TransparentWrapper(nn.Module):
             )
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
-        """Register on the module: there it is saved, and kept equal on all ranks."""
+        """Register the buffer on the module, where it is saved and synchronised."""
         self.module.register_buffer(name, tensor, persistent)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Refuse: PyTorch's wrappers synchronise the parameters that were there when they began."""
+        """Raise, because PyTorch's wrappers synchronise only the parameters of their creation."""
         self._refuse_assignment(name, param)
         super().register_parameter(name, param)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        """Refuse, as `register_parameter` does."""
+        """Raise, as `register_parameter` does."""
         self._refuse_assignment(name, module)
         super().add_module(name, module)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state of the module inside, with its names: no ``module.`` in front."""
+        """Return the state dict of the module inside, without the prefix ``module.``."""
         return self._inside.state_dict(*args, **kwargs)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> LoadedKeys:
-        """Load as `load_weights` does."""
+        """Load weights as `load_weights` does."""
         return load_full(self, state_dict, strict=strict, assign=assign)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kw: Any) -> None:
-        # Reached where the wrapper is a child of the module that loads. PyTorch continues to look
-        # for the weights under the names of the modules, so they get those for the moment.
+        # Called if the wrapper is a child of the module that loads. PyTorch then looks for keys
+        # with the wrapper's prefix, so the keys are renamed in `state_dict` first.
         if isinstance(self, Wrapper):
             self.check_versions(args[0])
         if args[0].get("assign_to_params_buffers"):
@@ -111,11 +111,11 @@ class TransparentWrapper(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args, **kw)
 
     def _log_hidden_names(self) -> None:
-        """Warn of names that mean something else at the wrapper than they do inside."""
+        """Warn of attributes of the wrapper that hide different ones of the module."""
         own = {*vars(self), *self._modules, *dir(type(self))}
         names = {*dir(self.module)} - {*dir(nn.Module), "training"}
         for name in sorted(name for name in names & own if not name.startswith("_")):
-            with suppress(Exception):  # a property of the user's may raise anything
+            with suppress(Exception):  # a user's property may raise anything
                 if getattr(self, name) == getattr(self.module, name):
                     continue
             hides = f"{type(self).__name__} hides `{name}` of {type(self.module).__name__}"
@@ -124,16 +124,17 @@ class TransparentWrapper(nn.Module):
 
 @contextmanager  # also used as a decorator
 def forbid_unsynced_forward(wrapper: Any, name: str) -> Iterator[None]:
-    """Raise in a block, or a method, that trains parts of a model whose gradients nobody syncs.
+    """Raise if a block, or a method, runs modules whose gradients would not be synchronised.
 
     Args:
-        wrapper: the model in DDP.
-        name: of the method.
+        wrapper: the DDP wrapper.
+        name: the name of the method, for the error.
     """
 
     def refuse(module: nn.Module, _args: object) -> None:
-        runs = wrapper._forward_runs  # noqa: SLF001  # a public name would hide the module's
-        if runs or not torch.is_grad_enabled() or in_backward():  # a checkpointed part runs again
+        runs = wrapper._forward_runs  # noqa: SLF001  # a public name would hide a name of the module
+        # Recomputation of activation checkpointing.
+        if runs or not torch.is_grad_enabled() or in_backward():
             return
         trains = any(parameter.requires_grad for parameter in module.parameters())
         if trains and any(own is module for own in wrapper.module.modules()):
@@ -144,6 +145,6 @@ def forbid_unsynced_forward(wrapper: Any, name: str) -> Iterator[None]:
                 f"trained, or as unwrap(model).{name} if the ranks are meant to differ"
             )
 
-    # One global hook for the time of the call costs the same for a module of any size.
+    # One global hook during the call, because its cost does not depend on the number of modules.
     with register_module_forward_pre_hook(refuse):
         yield

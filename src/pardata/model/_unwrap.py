@@ -1,4 +1,4 @@
-"""The module inside its wrappers."""
+"""`unwrap` and the chain of wrappers around a module."""
 
 from abc import ABC
 from collections.abc import Mapping
@@ -11,21 +11,20 @@ from pardata._validation import check_module
 
 
 class Wrapper(nn.Module):
-    """A wrapper of pardata's own, which is none of PyTorch's classes."""
+    """A wrapper that is no subclass of PyTorch's wrappers."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
     def check_versions(self, facts: Mapping[str, Any]) -> None:
-        """Refuse weights by what their state says of the version of one module."""
+        """Raise if the metadata of a state dict forbids to load it; does nothing by default."""
 
 
-class ShardedModule(ABC):  # noqa: B024  # its subclasses are found, not made
-    """Every module that ``fully_shard`` or FSDP's older wrapper has taken, for `isinstance`.
+class ShardedModule(ABC):  # noqa: B024  # only for isinstance
+    """The class of modules sharded by ``fully_shard`` or FSDP's older wrapper, for `isinstance`.
 
-    By name: importing torch.distributed.fsdp costs half a second, and whoever has a sharded module
-    has paid it already.
+    It compares class names, because importing torch.distributed.fsdp takes half a second.
     """
 
     @classmethod
@@ -54,7 +53,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def wrapper_chain(model: nn.Module) -> list[nn.Module]:
-    """Return `model` and, from the outside to the inside, what its wrappers wrap."""
+    """Return `model` and the modules inside its wrappers, from the outside to the inside."""
     found = [model]
     while (inner := _inside(found[-1])) is not None:
         found.append(inner)
@@ -62,7 +61,7 @@ def wrapper_chain(model: nn.Module) -> list[nn.Module]:
 
 
 def is_parallel(model: nn.Module, *, but_for_sharded_parts: bool = False) -> bool:
-    """Whether `model` is, or holds at any depth, a module that a strategy has wrapped."""
+    """Whether `model`, or a module in it at any depth, is wrapped by a strategy."""
     parts = wrapper_chain(model)[-1:] if but_for_sharded_parts else model.modules()
     is_sharded = any(isinstance(part, ShardedModule) for part in parts)
     return is_sharded or any(map(_is_wrapper, model.modules()))
@@ -73,8 +72,8 @@ def _is_wrapper(module: nn.Module) -> bool:
 
 
 def _inside(model: nn.Module) -> nn.Module | None:
-    # torch.compile's OptimizedModule; importing its class would import all of dynamo.
+    # By its name, because importing OptimizedModule would import all of dynamo.
     name = "_orig_mod" if type(model).__name__ == "OptimizedModule" else "module"
-    # As it lies there: what reads through would look further.
+    # By `named_children`, because a transparent wrapper would pass `getattr` on.
     is_outer = name == "_orig_mod" or _is_wrapper(model)
     return dict(model.named_children()).get(name) if is_outer else None

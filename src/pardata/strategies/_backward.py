@@ -1,4 +1,4 @@
-"""backward: the gradient of the mean over the whole global batch, whatever the strategy."""
+"""`backward`: the gradient of the mean over the global batch, under every strategy."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, TypeVar, overload
@@ -34,14 +34,15 @@ from pardata.strategies._wrap_model import find_strategy
 _log = get_logger(__name__)
 
 _Metrics = TypeVar("_Metrics")
-Loss: TypeAlias = Tensor | Mapping[str, Tensor]  # or its terms by name
+Loss: TypeAlias = Tensor | Mapping[str, Tensor]  # or a dict of terms
 LossFn: TypeAlias = Callable[[nn.Module, Any], Any]
 
-# The models that were found to be in order in a process that is alone: each is looked at once.
+# Models whose first step has passed all checks in a single process.
 _checked_models = WeakSet[nn.Module]()
 
-_MISSING: Any = None  # as in `backward(loss)`, which is told what to call
-_NORMS = "_pardata_sync_batch_norms"  # set on the layer of a model that shows its strategy
+_MISSING: Any = None  # the default, so that `backward(loss)` raises an error with a cure
+# An attribute of the wrapper: whether the model has SyncBatchNorms.
+_NORMS = "_pardata_sync_batch_norms"
 
 
 @overload
@@ -153,7 +154,7 @@ def backward(
     >>> torch.allclose(loss, net(x).square().mean())
     True
     """
-    # What is checked of a model that nobody else trains is checked in its first step.
+    # In a single process a model is checked only in its first step.
     seen = count is None and is_single_process() and callable(loss_fn) and model in _checked_models
     if seen and (not isinstance(batch, Microbatches) or len(batch) == 1):
         return _single(model, loss_fn, batch, scaler)
@@ -173,7 +174,7 @@ def backward(
 
 
 def _check_arguments(model: object, loss_fn: object) -> None:
-    """Refuse what is meant for another function, and arguments in another order."""
+    """Raise for the arguments of ``loss.backward()`` or of a loss function."""
     what = getattr(loss_fn, "__name__", type_with_article(loss_fn))
     if isinstance(model, Tensor):
         raise TypeError(
@@ -194,7 +195,7 @@ def _check_arguments(model: object, loss_fn: object) -> None:
 
 
 def _single(model: nn.Module, loss_fn: LossFn, batch: Any, scaler: GradScaler | None) -> Any:
-    """Run the only microbatch of a step whose model nobody else trains: it is the global batch."""
+    """Run a step of one microbatch in a single process, in which it is the global batch."""
     first, microbatch = (batch.first, batch[0]) if isinstance(batch, Microbatches) else (0, batch)
     if is_empty(microbatch):
         positive(0)
@@ -206,7 +207,7 @@ def _single(model: nn.Module, loss_fn: LossFn, batch: Any, scaler: GradScaler | 
             metrics = StepMetrics(metric_structures(model))
             loss = metrics.add(returned, 1, microbatch)
             metrics.raise_refused()
-        else:  # a loss alone is its own mean
+        else:  # a loss without metrics is the mean
             metrics, loss = None, scalar_loss(returned)
         (loss if scaler is None else scaler.scale(loss)).backward()
     means = upcast(loss.detach()) if metrics is None else metrics.result()
@@ -215,9 +216,9 @@ def _single(model: nn.Module, loss_fn: LossFn, batch: Any, scaler: GradScaler | 
 
 
 def _step_of(model: nn.Module, batch: Any, scaler: GradScaler | None) -> Step:
-    """Return what a step of `model` does; say or refuse it where nobody synchronises the model."""
+    """Return the step of the model's strategy; warn or raise if no strategy synchronises it."""
     strategy, layer = find_strategy(model)
-    if SEEN not in vars(layer):  # to look for a launcher takes a tenth of a small model's step
+    if SEEN not in vars(layer):  # detecting a launcher takes 10 % of a small model's step
         require_world("backward")
     step = strategy.step(model, layer, scaler, batch)
     _check_batch_norms(step, batch)
@@ -235,10 +236,10 @@ def _step_of(model: nn.Module, batch: Any, scaler: GradScaler | None) -> Step:
 
 
 def _check_batch_norms(step: Step, batch: Any) -> None:
-    """Refuse microbatches if ranks normalise together, because that would be a few at a time."""
+    """Raise for `Microbatches` with SyncBatchNorm, which would normalise only a few at a time."""
     if step.size == 1 or not isinstance(batch, Microbatches):
         return
-    flags = vars(step.layer)  # a walk in each step would cost a small model a hundredth of it
+    flags = vars(step.layer)  # cached, because a search takes 1 % of a small model's step
     if _NORMS not in flags:
         flags[_NORMS] = bool(sync_batch_norms(step.module))
     if flags[_NORMS] and any(norm.training for norm in sync_batch_norms(step.module)):
@@ -253,36 +254,37 @@ def _check_batch_norms(step: Step, batch: Any) -> None:
 def _forward(
     step: Step, model: nn.Module, loss_fn: LossFn, microbatch: Microbatch
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return the loss of a microbatch, and what the model returned where that is still needed."""
+    """Return the loss of a microbatch, and the outputs of the model if they are needed later."""
     keeps = not microbatch.count or len(microbatch.counts) > 1
     with check_forward(model, keeps=keeps) as outputs, step.running():
         returned = loss_fn(model, microbatch.data)
     returned = sum_terms(returned, microbatch, step.loss_weights, outputs)
     loss = step.metrics.add(returned, microbatch.count, microbatch.data)
     step.check(loss)
-    step.loss_weights.global_total()  # raises on all ranks, before any of them sends
+    step.loss_weights.global_total()  # raises on all ranks, before a backward
     if microbatch is step.loss_weights.microbatches[-1]:
         step.send()
     return loss, outputs
 
 
 def _run(step: Step, model: nn.Module, loss_fn: LossFn, microbatch: Microbatch) -> None:
-    """Run forward and backward of a microbatch that counts."""
-    loss = _forward(step, model, loss_fn, microbatch)[0]  # the outputs need not live any longer
+    """Run the forward and backward of a microbatch that counts."""
+    loss = _forward(step, model, loss_fn, microbatch)[0]  # frees the outputs
     step.backward(loss, microbatch.count / step.loss_weights.global_total())
 
 
 def _run_placeholder(
     step: Step, model: nn.Module, loss_fn: LossFn, placeholder: Microbatch
 ) -> None:
-    """Run forward and backward for the other ranks' sake, and leave nothing but zeros."""
+    """Run the forward and backward of a placeholder, whose gradients are zeros."""
     module = step.module
-    # Statistics over all ranks are made of what counts nothing too, and have a gradient by it.
+    # SyncBatchNorm includes the placeholder in its statistics, so its buffers stay, and its
+    # gradient is not zero.
     shared = [norm for norm in sync_batch_norms(module) if norm.training]
     others = (part for part in module.modules() if part not in shared)
-    # The backward too: parts that are checkpointed run again in it.
+    # Around the backward too, in which checkpointed modules run again.
     with BufferSnapshot(others), fork_rng():
         loss, outputs = _forward(step, model, loss_fn, placeholder)
         if step.scaler is not None:
-            step.scaler.scale(loss.detach())  # a scaler must have scaled once
+            step.scaler.scale(loss.detach())  # a scaler requires one call of `scale`
         zero_backward(outputs, loss, everywhere=not shared)

@@ -1,4 +1,4 @@
-"""Strategy "ddp": PyTorch's DistributedDataParallel, reading through, with equal buffers."""
+"""Strategy "ddp": a transparent DistributedDataParallel that keeps buffers equal."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -32,7 +32,7 @@ from pardata.strategies._loss_weights import Microbatch
 from pardata.strategies._step import SEEN, DistributedStep, active_model, active_step, bare_forward
 from pardata.strategies._strategy import Strategy, WrapOptions
 
-# ruff: noqa: SLF001  # DDP's methods that a subclass may only have under private names, and our own
+# ruff: noqa: SLF001  # overridden methods of DDP with private names, and our own
 
 
 class TransparentDDP(TransparentWrapper, DistributedDataParallel):
@@ -40,22 +40,22 @@ class TransparentDDP(TransparentWrapper, DistributedDataParallel):
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
-        # Not as attributes are set, which are the module's from here on.
+        # By `__dict__`, because attributes now belong to the module.
         self.__dict__.update(_forward_runs=False, _expects_backward=False)
-        self._assign_modules_buffers()  # PyTorch does not where it delays all its reductions
+        self._assign_modules_buffers()  # PyTorch does not if it delays all reductions
         if options.get("init_sync", True):
-            self._broadcast_buffers()  # older PyTorch does not do it when its flag is off
+            self._broadcast_buffers()  # torch 2.9 does not without `broadcast_buffers`
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module; the backward of a training forward that synchronises equalises buffers.
+        """Run the module; the backward of a synchronised training forward broadcasts the buffers.
 
-        PyTorch broadcasts them before the *next* forward, so that healthy ranks differ in between
-        and an evaluation communicates. This is the same broadcast, at the other end.
+        PyTorch broadcasts them before the *next* forward, so ranks differ in between, and an
+        evaluation communicates.
         """
         trained = active_model()
         if trained not in (None, self):
             return bare_forward(self.module, *inputs, **kwargs)
-        is_bare = trained is None  # and not called by `backward`
+        is_bare = trained is None  # not inside `backward`
         if is_bare and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._reduced.check(self)
         self.__dict__["_forward_runs"] = True
@@ -69,7 +69,7 @@ class TransparentDDP(TransparentWrapper, DistributedDataParallel):
             if self._inside.training:
                 uneven_shares.warn()
             compiles = torch.compiler.is_compiling()
-            # In the backward: a rank may run a forward alone, but not that.
+            # In the backward, because a single rank may run a forward, but not a backward.
             if self._has_unequal_buffers():
                 after_backward(() if compiles else iter_tensors(output), self._broadcast_buffers)
             if self._has_gradients_to_compare() and not compiles:
@@ -77,9 +77,9 @@ class TransparentDDP(TransparentWrapper, DistributedDataParallel):
         return output
 
     def _has_gradients_to_compare(self) -> bool:
-        """Whether this is the first synchronised backward, or others are trained than before.
+        """Whether this is the first synchronised backward with these trained parameters.
 
-        What a user's communication hook makes of gradients is the user's business.
+        Gradients of a user's communication hook are not compared.
         """
         return not (
             self._reduced.trained in self._compared
@@ -89,34 +89,34 @@ class TransparentDDP(TransparentWrapper, DistributedDataParallel):
 
     @uncompiled
     def _compare_after_backward(self, output: Any) -> None:
-        # PyTorch's reducer ends in a callback that the backward has queued by then.
+        # After the final callback of PyTorch's reducer, which is queued by then.
         later = partial(at_end_of_backward, self._compare_gradients)
         after_backward(iter_tensors(output), later, otherwise=False)
 
     def _compare_gradients(self) -> None:
-        if self._has_gradients_to_compare():  # not yet compared by a backward in between
+        if self._has_gradients_to_compare():  # another backward may have compared them
             self._compared.add(self._reduced.trained)
             names = {parameter: name for name, parameter in self.module.named_parameters()}
             named = [(names[p], p) for p in self._reduced.parameters if p in names]
             compare_gradients(named, self.process_group)
 
     def _has_unequal_buffers(self) -> bool:
-        # The mode is the module's: unwrap(model).train() does not reach the wrapper.
+        # By the module's mode, because unwrap(model).train() does not set the wrapper's.
         return bool(self.broadcast_buffers and self.modules_buffers and self._inside.training)
 
     def will_sync_module_buffers(self) -> bool:
-        """Return False: PyTorch would equalise the buffers before a forward."""
+        """Return False, so that PyTorch does not broadcast the buffers before a forward."""
         return False
 
     def join_hook(self, **_: Any) -> Never:
-        """Refuse ``join()``: ranks that have finished would not equalise the buffers."""
+        """Raise for ``join()``, in which finished ranks would not broadcast the buffers."""
         raise RuntimeError(
             "`join()` must not be used with a model of wrap_model: make_loader gives each rank as "
             "many steps, and backward weights unequal shares"
         )
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
-        """Register on the module: there it is saved, and kept equal on all ranks."""
+        """Register the buffer on the module, where it is saved and synchronised."""
         super().register_buffer(name, tensor, persistent)
         self._assign_modules_buffers()
 
@@ -126,12 +126,13 @@ class TransparentDDP(TransparentWrapper, DistributedDataParallel):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
-        for name in ("_payload", "_reduced", "_compared"):  # they go with the reducer
+        # They belong to the reducer, which is created anew.
+        for name in ("_payload", "_reduced", "_compared"):
             state.pop(name, None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Not transparent yet: PyTorch's __setstate__ sets attributes of the wrapper.
+        # Without `_transparent`, because PyTorch's __setstate__ sets attributes of the wrapper.
         state = {name: value for name, value in state.items() if name != "_transparent"}
         super().__setstate__(state)
         self.__dict__["_transparent"] = True
@@ -156,7 +157,7 @@ class TransparentDDP(TransparentWrapper, DistributedDataParallel):
 
 
 class DdpStep(DistributedStep):
-    """Strategy "ddp": every rank runs at least one microbatch, the last of which synchronises."""
+    """Step of "ddp": every rank runs at least one microbatch, and DDP reduces in the last one."""
 
     min_microbatches = 1
     _payload: Payload | None = None
@@ -169,7 +170,7 @@ class DdpStep(DistributedStep):
                 "accumulate"
             )
         super()._prepare()
-        self._is_transparent = isinstance(self.layer, TransparentDDP)  # not PyTorch's own class
+        self._is_transparent = isinstance(self.layer, TransparentDDP)  # not for PyTorch's class
 
     @contextmanager
     def synchronized(self) -> Iterator[None]:
@@ -191,23 +192,23 @@ class DdpStep(DistributedStep):
                 raise
             finally:
                 if self._payload is not None:
-                    self._payload.numbers = None  # a failed step left them
+                    self._payload.numbers = None  # left by a failed step
             if self._is_transparent and self.layer._has_unequal_buffers():
                 self.layer._broadcast_buffers()
             self._take_means()
 
     def _begin(self) -> None:
-        """Look whether all is reduced that is trained."""
+        """Check that DDP reduces all trained parameters."""
         if self._is_transparent:
             self.layer._reduced.check(self.layer)
         if vars(self.layer).pop("_expects_backward", False) and self.loss_weights.most > 1:
-            # After a forward that no backward has followed, as of an evaluation without no_grad(),
-            # PyTorch would reduce in the next backward, no_sync() or not, and not on every rank.
+            # After a forward without a backward, as in an evaluation without no_grad(), PyTorch
+            # would reduce in the next backward even under no_sync(), and perhaps not on every rank.
             reset_reducer(self.layer)
 
     def _finish(self) -> None:
-        """Require that all gradients were reduced. Collective in the first step."""
-        try:  # now: the next collective would meet gradients that other ranks still reduce
+        """Raise unless all gradients were reduced. Collective in the first step."""
+        try:  # before the next collective, which would mix with reductions on other ranks
             self.layer._check_reducer_finalized()
         except RuntimeError as error:
             trained = ((n, p) for n, p in self.module.named_parameters() if p.requires_grad)
@@ -225,7 +226,7 @@ class DdpStep(DistributedStep):
 
     def check(self, loss: Tensor) -> None:
         is_first = self.size > 1 and SEEN not in vars(self.layer)
-        if is_first and not self.layer._use_python_reducer:  # PyTorch's own hooks
+        if is_first and not self.layer._use_python_reducer:  # its hooks are PyTorch's
             for name, parameter in self.module.named_parameters():
                 if parameter._post_accumulate_grad_hooks:
                     raise RuntimeError(
@@ -244,7 +245,7 @@ class DdpStep(DistributedStep):
         return context
 
     def send(self) -> None:
-        if self.size > 1:  # a model in PyTorch's own class has no payload
+        if self.size > 1:  # a model in PyTorch's class has no payload
             self._payload = getattr(self.layer, "_payload", None)
         if self._payload is not None:
             self._payload.numbers = self.metrics.message(self.size, self.layer)

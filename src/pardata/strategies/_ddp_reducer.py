@@ -1,4 +1,4 @@
-"""DDP's reducer: its parameters, the numbers that travel with its buckets, equal gradients."""
+"""DDP's reducer: checks its parameters and gradients, resets it, adds a payload to its buckets."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -13,18 +13,18 @@ from pardata.collectives._comm_errors import explain_comm_errors
 from pardata.collectives._fingerprint import fingerprint_slots, fingerprints_match
 from pardata.model._torch_internals import name_of, parameters_of
 
-# ruff: noqa: SLF001  # a public way to begin anew after an error: pytorch/pytorch#114194
+# ruff: noqa: SLF001  # can go with a public reset after an error: pytorch/pytorch#114194
 
 _AGAIN = "wrap again, model = wrap_model(unwrap(model))"
 
 
 class ReducedParameters:
-    """The parameters of a model as DDP's reducer has taken them down, once and for all.
+    """The parameters that DDP's reducer was built with.
 
     Attributes:
-        parameters: whose gradients it reduces, in its order.
-        sparse: which of them expect sparse gradients.
-        trained: which of them were trainable at the last `check`.
+        parameters: the parameters whose gradients it reduces, in its order.
+        sparse: for each of them, whether its gradient is sparse.
+        trained: for each of them, whether it was trainable at the last `check`.
     """
 
     def __init__(
@@ -33,16 +33,16 @@ class ReducedParameters:
         self.parameters, self.sparse = parameters, sparse
         self.trained: tuple[bool, ...] = ()
         self._kinds = {id(parameter): _kind(parameter) for parameter in parameters}
-        # Held by reference, or another parameter might get the same id.
+        # Held by reference, so that no other parameter gets the same id.
         others = {n: p for n, p in model.module.named_parameters() if id(p) not in self._kinds}
         self._others = {id(p): p for p in others.values()}
         self._ignored = {id(p) for name, p in others.items() if name in model.parameters_to_ignore}
 
     def check(self, model: DistributedDataParallel) -> None:
-        """Raise where DDP would not synchronise all that is trained.
+        """Raise if DDP would not synchronise a trained parameter.
 
         Raises:
-            RuntimeError: for a parameter that was added, exchanged, converted, frozen or unfrozen.
+            RuntimeError: a parameter was added, exchanged, converted, frozen or unfrozen.
         """
         for parameter in parameters_of(model.module):
             if (
@@ -84,32 +84,33 @@ def _kind(parameter: Tensor) -> tuple[torch.dtype, torch.device]:
 
 
 def register_hook(model: Any, state: object, hook: Callable[..., Any]) -> None:
-    """Register a communication hook that is not pickled with the model, as DDP's method would."""
+    """Register a communication hook; unlike by DDP's method it is not pickled with the model."""
     dist._register_comm_hook(model.reducer, state, hook)
 
 
 def reset_reducer(model: Any) -> None:
-    """Let DDP forget a backward that did not come to its end, perhaps on this rank alone.
+    """Reset DDP's reducer after a backward that failed, perhaps on this rank only.
 
-    PyTorch would then arrange the buckets once more, which all ranks do together: from here on they
-    are left as they are.
+    PyTorch would then rebuild the buckets, which is collective. So they stay as they are from now
+    on.
     """
     if model._has_rebuilt_buckets:
         model.__dict__["_stays_arranged"] = True
     try:
         model._check_reducer_finalized()
-    except RuntimeError:  # what was sent still writes into the buckets: the next step needs others
+    # Pending collectives still write to the buckets, so the next step needs new ones.
+    except RuntimeError:
         _renew_reducer(model)
     else:
         model.reducer._reset_state()
 
 
 def _renew_reducer(model: Any) -> None:
-    """Give DDP a reducer with new buckets, as it gets one when it is unpickled."""
-    reduced = getattr(model, "_reduced", None)  # PyTorch's own class has none
+    """Give DDP a new reducer with new buckets, as unpickling does."""
+    reduced = getattr(model, "_reduced", None)  # PyTorch's class has none
     built = (reduced.parameters, reduced.sparse) if reduced else model._build_params_for_reducer()
     frozen = [parameter for parameter in built[0] if not parameter.requires_grad]
-    for parameter in frozen:  # it takes only what is trainable
+    for parameter in frozen:  # a reducer takes only trainable parameters
         parameter.requires_grad_(True)
     names = model._build_debug_param_to_name_mapping(built[0])
     model._ddp_init_helper(*built, names, model.static_graph)
@@ -118,20 +119,22 @@ def _renew_reducer(model: Any) -> None:
     if model.static_graph:
         model.reducer._set_static_graph()
         model.logger._set_static_graph()
-        # In its first step it reduces at the end of the backward, which DDP asks for once.
+        # In the first step it reduces in a callback at the end of the backward, which DDP queues
+        # once.
         model.__dict__["_static_graph_delay_allreduce_enqueued"] = False
-    model.__dict__.pop("_payload", None)  # it is registered with the old one
+    model.__dict__.pop("_payload", None)  # its hook is registered with the old reducer
     for hook, state in model._comm_hooks:
         register_hook(model, state, hook)
 
 
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of an element
+# By the element size in bytes.
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def compare_gradients(named: Sequence[tuple[str, Tensor]], group: Any) -> None:
     """Raise on every rank if the gradient of a parameter differs between ranks. Collective.
 
-    One small all-reduce compares a digest of the bits of all gradients. The host waits for it.
+    One small all-reduce compares a digest of all gradients' bits, and the host waits for it.
 
     Raises:
         RuntimeError: gradients differ; the error names the first parameter.
@@ -157,45 +160,47 @@ def compare_gradients(named: Sequence[tuple[str, Tensor]], group: Any) -> None:
 
 @torch.no_grad()
 def _digest(gradient: Tensor | None, device: torch.device) -> Tensor:
-    """Return the sum of the bits of a gradient as whole numbers, which no order can change."""
+    """Return the sum of a gradient's bits as integers, an int64 of shape ()."""
     if gradient is None:
         return torch.zeros((), dtype=torch.int64, device=device)
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     values = torch.view_as_real(values) if values.is_complex() else values
     if values.element_size() > 1:
-        values = values.nan_to_num(posinf=torch.inf, neginf=-torch.inf)  # NaN has many bit patterns
+        # Because NaN has many bit patterns.
+        values = values.nan_to_num(posinf=torch.inf, neginf=-torch.inf)
     bits = values.contiguous().view(_BITS[values.element_size()])
     return bits.sum(dtype=torch.int64).to(device)
 
 
-_SMALL = 2**17  # numbers: gradients that are copied in less time than a collective takes
-_MOST_RANKS = 64  # by which what travels with them, some 100 numbers for each, is no longer small
+# Elements: gradients up to this size are copied in less time than a collective takes.
+_SMALL = 2**17
+_MOST_RANKS = 64  # above it the payload, about 100 numbers for each rank, is no longer small
 
 
 class Payload:
-    """Numbers that travel with the gradients, at the end of the bucket that is reduced first.
+    """Numbers that are reduced with the gradients, at the end of the first bucket.
 
-    A collective of their own would take as long as that of a small model's gradients. A large
-    model's take longer to copy than that, and PyTorch reduces them best without a hook.
+    A separate collective would take as long as the one of a small model's gradients. Gradients of a
+    large model take longer to copy, and PyTorch reduces them best without a hook.
 
-    Gradients are added in float32, which is not enough for a time or a large count. So each rank's
-    float64 numbers have places of their own, as whole numbers of 16 bits. The other ranks add zeros
-    to them: that is exact, also for what is infinite or NaN.
+    Gradients are summed in float32, which is not precise enough for a large count. So each rank has
+    a slot for its float64 numbers, as 16-bit integers, to which the other ranks add zeros. That sum
+    is exact, also for infinity and NaN.
     """
 
     def __init__(self, group: Any) -> None:
         self.group = group
-        self.numbers: Tensor | None = None  # to be sent with the next bucket
+        self.numbers: Tensor | None = None  # to send with the next bucket, float64 of shape (n,)
         self.received: Any = None
 
     def sums(self) -> Tensor:
-        """Return the sums of what all ranks have told, the same on all to the bit."""
+        """Return the sums over all ranks, float64 of shape (n,), with the same bits on each."""
         words: Tensor = self.received.to(torch.int16)
         return words.view(torch.float64).view(self.group.size(), -1).sum(0)
 
 
 def _mean_with_payload(payload: Payload, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Reduce a bucket as DDP does, to the mean over the ranks; and the numbers of `payload`."""
+    """Communication hook: all-reduce a bucket to its mean, followed by the numbers of `payload`."""
     gradients, size = bucket.buffer(), payload.group.size()
     count, numbers = len(gradients), payload.numbers
     if numbers is None:
@@ -208,7 +213,8 @@ def _mean_with_payload(payload: Payload, bucket: dist.GradBucket) -> torch.futur
         payload.numbers, payload.received = None, sent[count:]
     done = torch.futures.Future[Tensor]()
     if bucket.is_last() and sent.is_cpu:
-        # Nothing is left to be computed meanwhile, and to wait here takes one thread less.
+        # In the last bucket there is nothing to overlap with, and a synchronous call saves a
+        # thread.
         dist.all_reduce(sent, group=payload.group)
         done.set_result(sent[:count])
     else:
@@ -218,10 +224,9 @@ def _mean_with_payload(payload: Payload, bucket: dist.GradBucket) -> torch.futur
 
 
 def payload_for(model: DistributedDataParallel) -> Payload | None:
-    """Arrange what carries numbers with the gradients, if that can be. The same on all ranks.
+    """Register a payload's hook, if the model allows it. The result is the same on all ranks.
 
-    It cannot if the model is large, if the user has registered a hook, or if gradients have too
-    few digits.
+    None for a large model, with a user's hook, and with gradients of less than 32 bits.
     """
     parameters = list(model.module.parameters())
     wide = {p.dtype for p in parameters} <= {torch.float32, torch.float64}
@@ -229,10 +234,10 @@ def payload_for(model: DistributedDataParallel) -> Payload | None:
     small = sum(p.numel() for p in parameters) <= _SMALL
     few = model.process_group.size() <= _MOST_RANKS
     one_device = len({p.device for p in parameters}) == 1
-    # Each gradient alone, or all at the end of a backward.
+    # Reducers that reduce each gradient separately, or all at the end of the backward.
     late = model._use_python_reducer or model._delay_all_reduce_all_params
     if small and few and wide and one_device and not (sparse or late):
-        with suppress(RuntimeError):  # there can be one hook, and the user has his own
+        with suppress(RuntimeError):  # only one hook is possible, and the user has registered one
             payload = Payload(model.process_group)
             register_hook(model, payload, _mean_with_payload)
             return payload

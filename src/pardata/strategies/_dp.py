@@ -1,4 +1,4 @@
-"""Strategy "dp": PyTorch's DataParallel, reading through to its module."""
+"""Strategy "dp": a transparent DataParallel."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -14,20 +14,20 @@ from pardata.strategies._strategy import Strategy, WrapOptions
 
 
 class TransparentDP(TransparentWrapper, DataParallel[nn.Module]):
-    """`DataParallel` that reads through, and takes the mean of losses computed inside the model."""
+    """`DataParallel` that is transparent, and gathers scalar losses to their mean."""
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
         self._rows: list[int] = []
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
-        """Split the batch as PyTorch does, and remember the sizes of the parts."""
+        """Split the batch as PyTorch does, and record the number of rows of each part."""
         chunks, chunk_kwargs = super().scatter(inputs, kwargs, device_ids)
         self._rows = [_rows(pair, self.dim) for pair in zip(chunks, chunk_kwargs, strict=True)]
         return chunks, chunk_kwargs
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
-        """Join the outputs as PyTorch does, but scalars to their mean, also in tuples and lists."""
+        """Gather outputs as PyTorch does, but scalars to their mean, also in tuples and lists."""
         first = outputs[0]
         if isinstance(first, Tensor) and first.ndim == 0 and first.is_floating_point():
             return self._mean(outputs, output_device)
@@ -37,16 +37,16 @@ class TransparentDP(TransparentWrapper, DataParallel[nn.Module]):
         return super().gather(outputs, output_device)
 
     def _mean(self, scalars: list[Tensor], device: Any) -> Tensor:
-        # Parts may be unequal; the loss of the batch weights them by their rows.
+        # Weighted by rows, because parts may be unequal.
         stacked = torch.stack([scalar.to(device) for scalar in scalars])
-        # No rows are seen where the model takes no tensors; then there is nothing to weight by.
+        # Equal weights if the model takes no tensors.
         rows = self._rows if any(self._rows) else [1] * len(scalars)
         weights = torch.tensor(rows, dtype=stacked.dtype, device=stacked.device)
         return (stacked * weights).sum() / weights.sum()
 
 
 def _rows(values: Iterable[Any], dim: int) -> int:
-    """Return the rows of the first tensor found."""
+    """Return the rows of the first tensor in `values`."""
     tensors = (leaf for _, leaf in leaves_with_path(list(values)) if isinstance(leaf, Tensor))
     return next((tensor.shape[dim] if tensor.ndim > dim else 1 for tensor in tensors), 0)
 
@@ -56,7 +56,7 @@ class DpStrategy(Strategy):
     wrapper = DataParallel
     is_collective = needs_group = False
 
-    def check(self, model: nn.Module, settings: WrapOptions) -> None:  # noqa: ARG002  # others look
+    def check(self, model: nn.Module, settings: WrapOptions) -> None:  # noqa: ARG002  # others use it
         size, synchronises = settings.world.size, settings.sync_batchnorm
         if size > 1 or synchronises:
             raise ValueError(
@@ -66,7 +66,7 @@ class DpStrategy(Strategy):
 
     def device(self, settings: WrapOptions) -> torch.device | str:
         ids = settings.options.get("device_ids")
-        # Without a GPU DataParallel ignores device_ids, and runs all the same.
+        # Without a GPU, DataParallel ignores device_ids and runs the module.
         if settings.device is None and ids and (seen := visible_devices()):
             return torch.device(seen[0].type, ids[0]) if isinstance(ids[0], int) else ids[0]
         return super().device(settings)

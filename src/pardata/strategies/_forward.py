@@ -1,4 +1,4 @@
-"""The forward in a step: whether the model ran, the loss as one number, and a backward of zeros."""
+"""The forward of a step: checks that the model ran, sums terms of a loss, adds zeros."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,12 +15,12 @@ from pardata.strategies._loss_weights import LossWeights, Microbatch
 
 @contextmanager
 def check_forward(model: nn.Module, *, keeps: bool) -> Iterator[list[Tensor]]:
-    """Yield a list of the tensors that training forwards of `model` in this block return.
+    """Context manager: raises if `model` did not run with gradients; yields its output tensors.
 
-    It is empty unless it `keeps` them.
+    The list is empty unless it `keeps` them.
 
     Raises:
-        RuntimeError: where there was none.
+        RuntimeError: no training forward ran in the block.
     """
     ran, outputs = False, list[Tensor]()
 
@@ -43,23 +43,25 @@ def check_forward(model: nn.Module, *, keeps: bool) -> Iterator[list[Tensor]]:
 
 
 def zero_backward(outputs: list[Tensor], loss: Any, *, everywhere: bool) -> None:
-    """Run a backward that adds zeros where that of `loss` would add.
+    """Run a backward that adds zeros to the gradients that a backward of `loss` would change.
 
-    Zeros `everywhere`, or what the backward makes of those that reach `outputs`.
+    With `everywhere` all leaves get zeros. Otherwise the gradients of `outputs` are zeros, and the
+    backward continues from these.
     """
     trained = [output for output in outputs if output.requires_grad]
-    # As on the other ranks, through all that the loss is made of: models that are sharded gather
-    # their parameters there, and what fails there fails in the same microbatch on all ranks.
+    # Through the full graph of the loss, as on the other ranks: FSDP's all-gathers in it are
+    # collective, and an error occurs in the same microbatch on all ranks.
     made_of = _edges([loss])
     used = [output for output in trained if get_gradient_edge(output)[:2] in made_of]
     starts = [loss] if used else trained or [loss]
-    # 0 times what is NaN inside the model is NaN as well, a loss that it computes itself say.
+    # Hooks on the leaves, because 0 times NaN inside the model is NaN, as in a loss that it
+    # computes.
     ends = {node for node, _ in _edges(starts) if hasattr(node, "variable")}
     hooks = [node.register_prehook(_zeros) for node in ends if everywhere]
-    # PyTorch's SyncBatchNorm gives its own parameters no gradient if there are no rows: FSDP would
-    # send less than the other ranks.
+    # SyncBatchNorm gives its parameters no gradient without rows, and FSDP would then reduce less
+    # than on other ranks.
     starts += [] if everywhere else [node.variable for node in ends]
-    # 0 times a loss that is NaN is NaN as well.
+    # Also at the outputs, because 0 times a NaN loss is NaN.
     hooks += [output.register_hook(torch.zeros_like) for output in used]
     try:
         torch.autograd.backward(starts, [torch.zeros_like(start) for start in starts])
@@ -68,12 +70,12 @@ def zero_backward(outputs: list[Tensor], loss: Any, *, everywhere: bool) -> None
             hook.remove()
 
 
-# The result of a node of autograd's graph, and which of its results it is.
+# A node of autograd's graph, and the index of one of its outputs.
 _Edge = tuple[Node, int]
 
 
 def _edges(tensors: list[Tensor]) -> set[_Edge]:
-    """Return all that `tensors` are made of, down to the leaves, in autograd's graph."""
+    """Return all edges of autograd's graph from which `tensors` are computed."""
     found = set[_Edge]()
     ahead: list[_Edge] = [get_gradient_edge(t)[:2] for t in tensors if t.requires_grad]
     while ahead:
@@ -85,7 +87,7 @@ def _edges(tensors: list[Tensor]) -> set[_Edge]:
 
 
 def leaves_of(loss: Tensor) -> list[Tensor]:
-    """Return the leaves that the backward of `loss` gives a gradient."""
+    """Return the leaves that get a gradient in the backward of `loss`."""
     return [node.variable for node, _ in _edges([loss]) if hasattr(node, "variable")]
 
 
@@ -96,16 +98,16 @@ def _zeros(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
 def sum_terms(
     returned: Any, microbatch: Microbatch, loss_weights: LossWeights, outputs: list[Tensor]
 ) -> Any:
-    """Return what `loss_fn` returned, where `count` returns a dict with the sum of its terms.
+    """Return the result of `loss_fn`, with a dict of terms replaced by their weighted sum.
 
-    Each term has the weight of its own count. The caller multiplies every loss by the
-    microbatch's part of the step, so the sum is divided by that.
+    Each term is weighted by its count. The caller multiplies the loss by the microbatch's fraction
+    of the step, so the sum is divided by that.
 
     Args:
-        returned: by `loss_fn`.
-        microbatch: for which.
-        loss_weights: with the counts of the step.
-        outputs: the tensors that the model has returned.
+        returned: the result of `loss_fn`.
+        microbatch: its microbatch.
+        loss_weights: the counts of the step.
+        outputs: the output tensors of the model.
     """
     totals = {name: total for name, total in loss_weights.totals().items() if name}
     if not totals:
@@ -121,24 +123,24 @@ def sum_terms(
     losses = {name: scalar_loss(terms[name]) for name in totals}
     if microbatch.count:
         part, counts = microbatch.count / loss_weights.global_total(), microbatch.counts
-        # 0 times NaN is NaN: a term that counts nothing is left out. In its place stand zeros of
-        # what the model returns: DDP waits for the gradients of all that is trained.
+        # 0 times NaN is NaN, so a term that counts 0 is left out. Zeros of the outputs replace it,
+        # because DDP waits for the gradients of all trained parameters.
         counted = [losses[n] * (counts[n] / totals[n] / part) for n in totals if counts[n]]
         seen = outputs if len(counted) < len(totals) else []
         zeros = [(out.nan_to_num(0, 0, 0) * 0).sum() for out in seen if out.requires_grad]
         loss: Any = sum([*counted, *zeros])
-    else:  # its backward adds zeros alone
+    else:  # its backward adds only zeros
         loss = sum(losses.values())
     return (loss, returned[1]) if has_metrics else loss
 
 
 def upcast(loss: Tensor) -> Tensor:
-    """Return a loss in float32 at least."""
+    """Return a loss in float32 or float64."""
     return loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
 
 
 def scalar_loss(loss: Any) -> Tensor:
-    """Return the loss that `loss_fn` has returned, without dimensions."""
+    """Return a loss of one element with shape (); raise for anything else."""
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss.reshape(()) if loss.ndim else loss
     must = "`loss_fn` must return a tensor of one element"

@@ -1,4 +1,4 @@
-"""Strategy "fsdp": PyTorch's fully_shard, with equal buffers."""
+"""Strategy "fsdp": PyTorch's fully_shard, with buffers kept equal."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -33,18 +33,19 @@ from pardata.strategies._strategy import Strategy, WrapOptions, broadcast_weight
 
 _log = get_logger(__name__)
 
-_EQUAL = "_pardata_equal_buffers"  # in the attributes of a module whose buffers are kept equal
-_LARGE = 10**8  # parameters: from there on a model is not to be sharded at its root alone
+_EQUAL = "_pardata_equal_buffers"  # an attribute of a module whose buffers are kept equal
+_LARGE = 10**8  # parameters: above this number sharding only the root is warned of
 
 
 class FsdpStep(DistributedStep):
-    """Strategy "fsdp": every forward and backward is collective, so all ranks run equally many."""
+    """Step of "fsdp": each forward and backward is collective, so all ranks run equally many."""
 
     equal_counts = True
 
     def _prepare(self) -> None:
         super()._prepare()
-        # After an evaluation without no_grad(), or in another model's step that failed.
+        # After an evaluation without no_grad(), or a failed step of another model that ran this
+        # one.
         reset_iter_state(self.layer)
         for name, parameter in self.layer.named_parameters():
             mesh = getattr(parameter, "device_mesh", None)
@@ -71,13 +72,14 @@ class FsdpStep(DistributedStep):
                         buffers = real_buffers(self.layer).values()
                         average_buffers(buffers, self.metrics.count, self.metrics.total)
             except BaseException:
-                # Earlier gradients too: `StashedGradients` puts them back next.
+                # It drops earlier gradients too, which `StashedGradients` restores next.
                 reset_after_error(self.layer)
                 raise
 
     @contextmanager
     def microbatch(self, microbatch: Microbatch) -> Iterator[None]:
-        # Each microbatch's gradients are scattered: kept until the last, they would be whole.
+        # Gradients are reduce-scattered in each microbatch, because accumulated ones would be
+        # unsharded.
         self.layer.set_requires_all_reduce(microbatch is self.loss_weights.microbatches[-1])
         try:
             yield
@@ -127,7 +129,8 @@ class FsdpStrategy(Strategy):
     def wrap(self, model: nn.Module, settings: WrapOptions) -> nn.Module:
         fully_shard: Any = self.options_of()
         target = checked_device(self.device(settings))
-        # Inside torch.compile, as PyTorch advises: names and hooks are then those of the module.
+        # The module inside torch.compile, as PyTorch advises, so that names and hooks are the
+        # module's.
         module = unwrap(model)
         given = {k: v for k, v in settings.options.items() if k not in self.extra_options}
         options: dict[str, Any] = {"mesh": _mesh(target, settings), **given}
@@ -136,10 +139,11 @@ class FsdpStrategy(Strategy):
         if not blocks:
             _warn_of_root_alone(module, settings)
         before = [ref(parameter) for parameter in module.parameters()]
-        made: dict[Tensor, Tensor] = {}  # keeps tensors in memory: only those that are ignored
-        for part in (*blocks, module):  # so no device holds more than one of them whole
+        # Only ignored parameters, because it keeps tensors in memory.
+        made: dict[Tensor, Tensor] = {}
+        for part in (*blocks, module):  # one by one, so a device holds at most one unsharded block
             made |= {old: new for old, new in materialize(part, target).items() if old in ignored}
-            # fully_shard shards what each rank has; unlike DDP it does not begin from rank 0's.
+            # fully_shard shards each rank's weights, and does not broadcast rank 0's, as DDP does.
             broadcast_weights(part)
             if ignored:
                 options["ignored_params"] = {made.get(one, one) for one in ignored}
@@ -158,23 +162,24 @@ class FsdpStrategy(Strategy):
 
 
 def _blocks(module: nn.Module, settings: WrapOptions) -> list[nn.Module]:
-    """Return what is sharded before the rest, except what is sharded already."""
+    """Return the blocks to shard before the root, except those that are sharded already."""
     wanted = settings.options.get("blocks")
     found = [] if wanted is None else blocks_of(module, wanted)
     return [block for block in found if not isinstance(block, ShardedModule)]
 
 
 def _mesh(device: torch.device, settings: WrapOptions) -> Any:
-    """Return who shards with whom: neighbours, which are on one node, if there are replicas."""
+    """Return the device mesh; with replicas, the shard groups are neighbours, on one node."""
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: PLC0415  # half a second
 
-    torch.zeros(1, device=device)  # PyTorch makes another current if none has been used before
+    # Initialises the device; otherwise PyTorch would make another one current.
+    torch.zeros(1, device=device)
     size, replicas = settings.world.size, int(settings.options.get("replicate", 1))
     world: Any = dist.group.WORLD
     if replicas == 1:
-        return DeviceMesh.from_group(world, device.type)  # it makes no further group
+        return DeviceMesh.from_group(world, device.type)  # reuses the default group
     names = ("replicate", "shard")
-    # PyTorch splits a group that is bound to its device, which few backends can.
+    # PyTorch would split a bound group, which few backends support.
     bound, world.bound_device_id = world.bound_device_id, None
     try:
         return init_device_mesh(device.type, (replicas, size // replicas), mesh_dim_names=names)
@@ -183,7 +188,7 @@ def _mesh(device: torch.device, settings: WrapOptions) -> Any:
 
 
 def _warn_of_root_alone(module: nn.Module, settings: WrapOptions) -> None:
-    """Say what it costs that a large model has no blocks."""
+    """Warn of the memory that a large model without blocks takes."""
     if size_of(module) <= _LARGE or any(isinstance(m, ShardedModule) for m in module.modules()):
         return
     kind = getattr(settings.options.get("mp_policy"), "param_dtype", None)
@@ -198,9 +203,10 @@ def _warn_of_root_alone(module: nn.Module, settings: WrapOptions) -> None:
     )
 
 
-@uncompiled  # as all hooks here: each model would count against dynamo's limit of recompilations
+# As all hooks in this file: each model would count against dynamo's limit of recompilations.
+@uncompiled
 def _refuse_dataclass(module: nn.Module, _args: object, output: object) -> None:
-    """Refuse an output in which FSDP finds no tensors before torch 2.12: a forward hook."""
+    """Forward hook: raise for a dataclass output, whose tensors FSDP misses before torch 2.12."""
     kinds = (type(leaf).__name__ for _, leaf in leaves_with_path(output) if is_dataclass(leaf))
     if torch.is_grad_enabled() and (kind := next(kinds, None)) is not None:
         raise TypeError(
@@ -212,7 +218,7 @@ def _refuse_dataclass(module: nn.Module, _args: object, output: object) -> None:
 
 @uncompiled
 def _broadcast_buffers(module: nn.Module, _args: object, _output: object) -> None:
-    """Broadcast rank 0's buffers after a training forward: a forward hook."""
+    """Forward hook: broadcast rank 0's buffers after a training forward outside of `backward`."""
     trained = active_model()
     communicates = torch.is_grad_enabled() if trained is None else trained is not module
     if communicates and module.training:
@@ -220,12 +226,12 @@ def _broadcast_buffers(module: nn.Module, _args: object, _output: object) -> Non
         broadcast_coalesced(module.buffers())
 
 
-_MARK = "_pardata_replaced"  # an attribute of such a parameter
+_MARK = "_pardata_replaced"  # an attribute of replaced parameters
 _checked = WeakSet[Optimizer]()
 
 
 def refuse_old_optimizers(replaced: Iterable[nn.Parameter]) -> None:
-    """Let a step of an optimizer raise if it has one of these parameters."""
+    """Make the step of an optimizer raise if it has one of these parameters."""
     for parameter in replaced:
         setattr(parameter, _MARK, True)
     _checked.clear()
@@ -234,7 +240,7 @@ def refuse_old_optimizers(replaced: Iterable[nn.Parameter]) -> None:
 
 @cache
 def _watch() -> None:
-    """Begin to look at optimizers before they step, once for a process."""
+    """Register the check of optimizers before their steps, once for a process."""
     register_optimizer_step_pre_hook(lambda one, *_: _look(one))
 
 

@@ -1,4 +1,4 @@
-"""The blocks of a model: its modules that repeat, such as the layers of a transformer."""
+"""Finds the blocks of a model to shard: repeated modules, as the layers of a transformer."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypeAlias
@@ -10,20 +10,20 @@ from pardata.model._unwrap import wrapper_chain
 
 Blocks: TypeAlias = type[nn.Module] | Sequence[type[nn.Module]] | Literal["auto"]
 
-_PART = 0.1  # the part of the parameters that a list exceeds if its modules are blocks
+_PART = 0.1  # the fraction of the parameters above which the modules of a ModuleList are blocks
 
 
 def blocks_of(module: nn.Module, blocks: Blocks) -> list[nn.Module]:
-    """Return the blocks of a module, inner ones before those that hold them.
+    """Return the blocks of a module, inner blocks before outer ones.
 
     Args:
-        module: which is not wrapped.
+        module: a module that is not wrapped.
         blocks: classes of modules; or ``"auto"``: the modules of each outermost
             ``nn.ModuleList`` that holds more than a tenth of the parameters.
 
     Raises:
-        TypeError: for what is neither.
-        ValueError: where nothing is found, and for a parameter that is in a block and outside.
+        TypeError: `blocks` is neither.
+        ValueError: no block is found, or a parameter is in a block and outside of it.
     """
     found = list(_listed(module) if blocks == "auto" else _named(module, blocks))
     _check_shared(module, found)
@@ -32,12 +32,12 @@ def blocks_of(module: nn.Module, blocks: Blocks) -> list[nn.Module]:
 
 
 def size_of(module: nn.Module) -> int:
-    """Return how many elements the parameters of a module have."""
+    """Return the number of elements of the parameters of a module."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _listed(module: nn.Module) -> list[nn.Module]:
-    """Return the modules of the lists that hold many parameters."""
+    """Return the modules of the outermost ModuleLists that hold many parameters."""
     lists = [one for one in _outermost(module) if size_of(one) > _PART * size_of(module)]
     if found := [part for one in lists for part in _parts(one)]:
         return found
@@ -57,7 +57,7 @@ def _outermost(module: nn.Module) -> Iterator[nn.ModuleList]:
 
 
 def _parts(one: nn.Module) -> Iterator[nn.Module]:
-    """Yield what a list holds that has a forward, and parameters."""
+    """Yield the modules of a list that have a forward and parameters."""
     for part in one.children():
         if not _has_forward(part):  # a list of lists
             yield from _parts(part)
@@ -66,7 +66,7 @@ def _parts(one: nn.Module) -> Iterator[nn.Module]:
 
 
 def _named(module: nn.Module, blocks: Any) -> Iterator[nn.Module]:
-    """Yield the modules of the classes that are given."""
+    """Yield the modules of the given classes."""
     kinds: Sequence[type[nn.Module]] = [blocks] if isinstance(blocks, type) else blocks
     if not (isinstance(kinds, Sequence) and kinds and all(isinstance(k, type) for k in kinds)):
         given = type_with_article(blocks) if isinstance(blocks, nn.Module) else repr(blocks)
@@ -89,7 +89,7 @@ def _has_forward(one: nn.Module) -> bool:
 
 
 def _check_shared(module: nn.Module, found: list[nn.Module]) -> None:
-    """Refuse a parameter that is in a block and outside: there would be two of it."""
+    """Raise for a parameter that is in a block and outside, which would be sharded twice."""
     holders: dict[Tensor, dict[str, nn.Module]] = {}
     for name, one in module.named_modules():
         for key, parameter in one.named_parameters(recurse=False):

@@ -1,4 +1,4 @@
-"""The weight of each microbatch of this rank in the mean over the global batch."""
+"""The weights of this rank's microbatches in the mean loss over the global batch."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -34,18 +34,18 @@ _SAME_SAMPLES = (
     "all ranks train on the same samples: a plain DataLoader gives each of them the whole dataset, "
     "and so does make_loader with distributed=False. Use make_loader without it."
 )
-_MOST_TERMS = 32  # in a loss: their counts have places in the header of a collective
+_MOST_TERMS = 32  # terms of a loss, whose counts fit in the header of a collective
 
 
 class Replicas:
-    """Who runs the microbatches of a step together: here only this process.
+    """The ranks that run a step together; in this base class only this process.
 
     Attributes:
-        size: how many ranks; `group` is their process group, or None for that of the world.
-        min_microbatches: how many microbatches a rank must run at least.
-        equal_counts: whether every rank must run as many as the one that has most.
-        has_ordered_sums: whether sums of fractions must not depend on who adds them.
-        layer: of the model: the one that its strategy is known by.
+        size: number of ranks; `group` is their process group, None for the default one.
+        min_microbatches: minimum number of microbatches that a rank must run.
+        equal_counts: whether every rank must run as many microbatches as the rank with most.
+        has_ordered_sums: whether sums of fractional counts must not depend on the number of ranks.
+        layer: the layer of the model that belongs to its strategy.
     """
 
     size = 1
@@ -58,16 +58,16 @@ class Replicas:
 
 
 class StepCounts:
-    """The counts of the microbatches of this rank, and their sums over all ranks.
+    """The counts of this rank's microbatches, and their sums over all ranks.
 
     Args:
-        count: as `backward` gets it.
-        held: the microbatches of this rank; `planned` are the samples of each, if a loader knows.
-        placeholder: shows a rank without microbatches which terms there are.
+        count: the argument of `backward`.
+        held: the microbatches of this rank; `planned` are their numbers of samples, from a loader.
+        placeholder: a microbatch from which a rank without any learns the names of terms.
 
     Attributes:
-        rows: what each microbatch counts: under "" the number, or its samples where `count` returns
-            a dict, and under its names what that holds.
+        rows: the counts of each microbatch. Under "" it is the result of `count`, or the number of
+            samples if that is a dict. The counts of terms are under their names.
     """
 
     def __init__(
@@ -75,12 +75,12 @@ class StepCounts:
     ) -> None:
         self._count, self._pairs = count, list(zip(held, planned, strict=True))
         self._placeholder = placeholder
-        # As many where `count` fails, which is raised once all ranks know.
+        # Zeros, in case `count` raises, which is raised on all ranks later.
         self.rows: list[Counts] = [{"": 0.0}] * len(held)
         self._names = [""]
 
     def _ask(self) -> dict[tuple[str, ...], float]:
-        """Call `count`; return a number for each name, which ranks must have in common."""
+        """Call `count` for each microbatch; return the names of terms, which ranks compare."""
         rows = [self._ask_for(data, partial(num_samples, data, read)) for data, read in self._pairs]
         is_shown = rows or self._placeholder is None
         for row in (shown := rows if is_shown else [self._ask_for(self._placeholder, int)]):
@@ -110,16 +110,16 @@ class StepCounts:
         return {"": samples(), **terms}
 
     def start(self, replicas: Replicas, numbers: range, step_size: int) -> Callable[[], Counts]:
-        """Begin to add up, and return what waits for the sums over all ranks, by name.
+        """Start to sum over all ranks; return a function that waits for the sums by name.
 
         Args:
-            replicas: who adds up.
-            numbers: of the microbatches here.
-            step_size: how many microbatches all ranks have.
+            replicas: the ranks that sum.
+            numbers: the numbers of this rank's microbatches in the step.
+            step_size: the number of microbatches of all ranks.
         """
         sums_of = self._started(replicas)
 
-        @cache  # asked for with each microbatch, and waited for once
+        @cache  # called for each microbatch, waits once
         def sums() -> Counts:
             fractions, *rest = sums_of()
             totals = rest[: len(self._names)]
@@ -136,16 +136,16 @@ class StepCounts:
         return sums
 
     def _started(self, replicas: Replicas) -> Callable[[], Sequence[float]]:
-        """Begin to add up over the ranks: how many are no integers, counts, and a hash."""
+        """Start to sum: the number of fractions, the counts, and a hash of the first samples."""
         is_world = replicas.size > 1 and replicas.size == dist.get_world_size()
-        # In the form of every other collective here: a rank that is in another one gets an error.
+        # A `CheckedCollective`, so that a rank in another call gets an error.
         checked = CheckedCollective("backward", self._ask, lambda _: "count") if is_world else None
         if checked is None:
             self._ask()
         table = self._table()
         local = [math.fsum(c) for c in zip(*table, strict=True)] or [0.0] * len(self._names)
         local.insert(0, sum(not float(number).is_integer() for row in table for number in row))
-        # Without a `count` this is a model's first step: do all ranks have the same samples?
+        # Without a `count` this is a model's first step: compare the samples of the ranks.
         if self._count is num_samples:
             local += fingerprint_slots(_beginning(self._pairs[0][0], replicas), replicas.size)
         if checked is not None:
@@ -161,21 +161,22 @@ class StepCounts:
         return [[row.get(name, 0) for name in self._names] for row in self.rows]
 
     def _in_order(self, numbers: range, step_size: int) -> list[float]:
-        """Return sums over the microbatches of all ranks that no order can change. Collective."""
+        """Return the exact sums over all microbatches, the same at every world size. Collective."""
         group, device = cpu_group_and_device(world())
         rows = [[0.0] * len(self._names)] * step_size
         rows[numbers.start : numbers.stop] = self._table()
         table = torch.tensor(rows, dtype=torch.float64, device=device)
-        dist.all_reduce(table, group=group)  # each row is of one rank: the others add zeros
+        # Each row belongs to one rank, and the others add zeros.
+        dist.all_reduce(table, group=group)
         return [math.fsum(column) for column in zip(*table.tolist(), strict=True)]
 
 
 def _beginning(batch: Any, replicas: Replicas) -> str:
-    """Return a hash of the first samples, where it can be made and no loader has shared them out.
+    """Return a hash of the first samples, unless a loader has divided them between the ranks.
 
-    Else a text that no other rank has.
+    Otherwise return a text that differs between ranks.
     """
-    with suppress(Exception):  # tensors may be of any kind, and this is advice: no rank fails
+    with suppress(Exception):  # any tensor may fail to hash, and this is only for a warning
         record = delivered.get(batch)
         first_rows = [x[:8] for x in iter_tensors(batch) if x.ndim]
         if first_rows and (record is None or record.size != replicas.size):
@@ -184,7 +185,7 @@ def _beginning(batch: Any, replicas: Replicas) -> str:
 
 
 def start_all_reduce(numbers: Tensor, group: Any) -> Callable[[], Tensor]:
-    """Begin to add up numbers over ranks, and return what waits for the sums, unless on a GPU."""
+    """Start an all-reduce; return a function that waits for it, on a GPU without the host."""
     work: Any = dist.all_reduce(numbers, group=group, async_op=True)
 
     def sums() -> Tensor:
@@ -195,21 +196,22 @@ def start_all_reduce(numbers: Tensor, group: Any) -> Callable[[], Tensor]:
 
 
 def positive(total: float) -> float:
-    """Return `total`, unless it is 0."""
+    """Return `total`; raise if it is 0."""
     if total == 0:
         raise ValueError("a step must count something, but all its microbatches count 0: skip it")
     return total
 
 
-_USUAL = "_pardata_usual_count"  # set on the layer of a model that shows its strategy
+# An attribute of the strategy's layer: the global count of the model's first step.
+_USUAL = "_pardata_usual_count"
 
 
 @dataclass(eq=False)
 class Microbatch:
-    """A microbatch that this rank runs; a placeholder counts 0 and has no number in the step.
+    """A microbatch that this rank runs. A placeholder has the count 0 and no number in the step.
 
     Attributes:
-        counts: what it counts in each term of the loss, where `count` returns a dict.
+        counts: its count in each term of the loss, if `count` returns a dict.
     """
 
     data: Any
@@ -219,15 +221,16 @@ class Microbatch:
 
 
 class LossWeights(NamedTuple):
-    """The microbatches that this rank runs in a step.
+    """The microbatches that this rank runs in a step, and the global counts.
 
     Attributes:
-        microbatches: what is run, in this order.
-        most: the microbatches of the rank that has most.
-        totals: returns the counts of all ranks by name; see `StepCounts`. Without a plan it goes by
-            the model's first such step. It raises, on every rank, if a `count` failed, or all
-            counts are 0.
-        dropped_samples: whether fewer samples are here than planned.
+        microbatches: the microbatches in the order of running, placeholders first.
+        most: the number of microbatches of the rank with most.
+        totals: returns the sums of counts over all ranks by name; see `StepCounts`. For a batch
+            that no loader made, it is the count of the model's first step, and `DistributedStep`
+            rescales the gradients. It raises on every rank if a `count` failed, or all counts are
+            0.
+        dropped_samples: whether a microbatch has fewer samples than planned.
     """
 
     microbatches: list[Microbatch]
@@ -236,12 +239,12 @@ class LossWeights(NamedTuple):
     dropped_samples: bool = False
 
     def global_total(self) -> float:
-        """Return what the microbatches of all ranks count, but for the terms of a loss."""
+        """Return the count of all microbatches of all ranks."""
         return self.totals()[""]
 
     @classmethod
     def of(cls, batch: Any, count: Count | None, replicas: Replicas) -> "LossWeights":
-        """Return what `batch` is made of. Communicates if a `count` is given, or nothing."""
+        """Return the microbatches and weights of `batch`. Communicates if a `count` is given."""
         if not isinstance(batch, Microbatches):
             return cls._of_one(batch, count, replicas)
         if replicas.size not in (1, batch.size):
@@ -268,16 +271,16 @@ class LossWeights(NamedTuple):
                 f"a rank must have a microbatch to run if the others run one, but {batch!r} "
                 f"has none: give it a placeholder, any microbatch of the step"
             )
-        # First, so that what synchronises is a microbatch of this rank's own, if it has one.
+        # First, so that the last microbatch, which synchronises, is a real one if there is any.
         placeholders = [Microbatch(batch.placeholder, 0) for _ in range(wanted - len(local))]
         return cls(placeholders + local, most, totals, dropped_samples)
 
     @classmethod
     def _of_one(cls, batch: Any, count: Count | None, replicas: Replicas) -> "LossWeights":
-        """Return the share of a rank that runs one batch, which no plan knows."""
+        """Return the weights of a batch that no loader made, as the only microbatch."""
         usual: float | None = vars(replicas.layer).get(_USUAL)
         if count is None and (replicas.size == 1 or usual is not None):
-            # All ranks take the usual number for the sum, and correct the gradients afterwards.
+            # All ranks assume the first step's global count, and rescale the gradients afterwards.
             samples = num_samples(batch)
             totals = _constant(samples if usual is None or replicas.size == 1 else usual)
             return cls([Microbatch(batch, samples, 0)], 1, totals)

@@ -1,4 +1,4 @@
-"""One step of `backward`: of a model trained alone, or whose gradients PyTorch reduces."""
+"""One step of `backward`: in a single process, or with gradients that PyTorch reduces."""
 
 import math
 from collections.abc import Iterator
@@ -25,19 +25,19 @@ from pardata.strategies._loss_weights import LossWeights, Microbatch, Replicas, 
 from pardata.strategies._step_metrics import StepMetrics
 
 _NOTHING = nullcontext()
-# Set on the layer of a model that shows its strategy.
+# Attributes of the layer that belongs to a model's strategy.
 SEEN = "_pardata_trains_alone"
 _METRICS = "_pardata_known_metrics"
 _COMMUNICATES = "_pardata_loss_communicates"
 
 
-# The layers of the models whose steps are under way, of which the innermost is the last.
+# The layers of the models whose steps run now, the innermost step last.
 _active: list[nn.Module] = []
 
 
 @contextmanager
 def active_step(layer: nn.Module) -> Iterator[None]:
-    """Let a step of the model with this layer be under way in the block."""
+    """Mark the step of the model with this layer as running in the block."""
     _active.append(layer)
     try:
         yield
@@ -46,7 +46,7 @@ def active_step(layer: nn.Module) -> Iterator[None]:
 
 
 def active_model() -> nn.Module | None:
-    """Return the layer of the model whose step is under way, the innermost one, if any is."""
+    """Return the layer of the model whose step runs now, the innermost one, or None."""
     if torch.compiler.is_compiling():
         return _uncompiled_active_model()
     return _active[-1] if _active else None
@@ -57,18 +57,18 @@ _uncompiled_active_model = uncompiled(active_model)
 
 @uncompiled
 def bare_forward(module: nn.Module, *inputs: Any, **kwargs: Any) -> Any:
-    """Run a module in the step of another model, and leave its buffers as they are.
+    """Run the forward of a module inside the step of another model, and restore its buffers.
 
-    Ranks may do so unequally often, so nothing is sent.
+    It sends nothing, because ranks may run it unequally often.
     """
     with BufferSnapshot(module.modules()):
         return module(*inputs, **kwargs)
 
 
 def forbidden_in(batch: Any) -> AbstractContextManager[None]:
-    """Return the context of `loss_fn`, in which it must not start collectives of pardata.
+    """Return a context for `loss_fn` in which collectives of pardata raise.
 
-    `batch` is what `backward` was given. Of anything but `Microbatches` every rank runs one.
+    Not for a batch that is no `Microbatches`, of which every rank runs one.
     """
     if not isinstance(batch, Microbatches):
         return _NOTHING
@@ -88,25 +88,25 @@ def _unequal_counts_error(microbatches: int, size: int) -> RuntimeError:
 
 
 def metric_structures(layer: nn.Module) -> set[str]:
-    """Return the structures of metrics that the steps of a model have had."""
+    """Return the set of structures of metrics in the steps of a model."""
     structures: set[str] = vars(layer).setdefault(_METRICS, set())
     return structures
 
 
 class Step(Replicas):
-    """Of a model that no other process trains: strategies "none" and "dp".
+    """A step in a single process: strategies "none" and "dp", and the base of all steps.
 
     Args:
-        model: all of it, in its layers.
-        layer: of that, the one by which its strategy is known; under "none" the outermost.
-        scaler: scales what is run, if there is one.
-        batch: what `backward` was given.
+        model: the model with all its wrappers.
+        layer: the wrapper that belongs to its strategy; under "none" the model.
+        scaler: scales the losses, if there is one.
+        batch: the batch of `backward`.
 
     Attributes:
-        module: the module inside all layers.
-        loss_weights: what is run, as soon as that is known.
-        grads_are_averaged: whether who reduces the gradients takes their mean over the ranks.
-        metrics: losses and metrics of its microbatches.
+        module: the module inside all wrappers.
+        loss_weights: the microbatches and their weights, set by `backward`.
+        grads_are_averaged: whether the reduction of gradients takes their mean over the ranks.
+        metrics: the losses and metrics of the microbatches.
     """
 
     loss_weights: LossWeights
@@ -120,13 +120,13 @@ class Step(Replicas):
         self._prepare()
 
     def _prepare(self) -> None:
-        """Find out who runs this step, and refuse what cannot be run."""
+        """Set the ranks that run this step, and raise for a model or batch that cannot be run."""
 
     @contextmanager
     def synchronized(self) -> Iterator[None]:
         """Run the step in the block; after it `metrics` has the means over all ranks.
 
-        A step that ends in an error leaves gradients as they were.
+        After an error gradients are as before.
         """
         with StashedGradients(parameters_of(self.module)):
             yield
@@ -134,18 +134,18 @@ class Step(Replicas):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Run `loss_fn` on a microbatch in the block. With `Microbatches` it must not communicate.
+        """Context of `loss_fn` on a microbatch: raises if it communicates with `Microbatches`.
 
         Raises:
-            RuntimeError: on every rank, if it has called torch.distributed in the model's first
-                step, and ranks run unequally many microbatches.
+            RuntimeError: on every rank: it called torch.distributed in the model's first step, and
+                ranks run unequally many microbatches.
         """
         flags, is_even = vars(self.layer), True
         if isinstance(self.batch, Microbatches):
             is_even = len(self.batch.counts) % self.size == 0
         if not is_even and flags.get(_COMMUNICATES):
             raise _unequal_counts_error(len(self.batch.counts), self.size)
-        # Under FSDP a forward communicates by itself, and all ranks run equally many.
+        # Not under FSDP, whose forward communicates, and of which all ranks run equally many.
         looks = self.size > 1 and SEEN not in flags and not self.equal_counts
         others, before = self._others(), sequence_number(self.group) if looks else 0
         with forbidden_in(self.batch):
@@ -156,19 +156,19 @@ class Step(Replicas):
                 raise _unequal_counts_error(len(self.batch.counts), self.size)
 
     def _others(self) -> object:
-        """Return what changes where the wrapper has started a collective by itself."""
+        """Return a value that changes when the wrapper itself starts a collective."""
 
-    def microbatch(self, microbatch: Microbatch) -> AbstractContextManager[None]:  # noqa: ARG002  # the exact step uses it
+    def microbatch(self, microbatch: Microbatch) -> AbstractContextManager[None]:  # noqa: ARG002  # `ExactStep` uses it
         """Return the context of the forward and backward of one microbatch."""
         return _NOTHING
 
     def send(self) -> None:
-        """Tell the others what was seen here, before the last backward runs."""
+        """Send this rank's metrics, or compare them, before the last backward."""
 
     def check(self, loss: Tensor) -> None:
-        """Refuse, in a model's first step, a loss that trains something else, also in one process.
+        """Raise, in a model's first step, for a loss that trains parameters outside of the model.
 
-        Its gradient would be each rank's own. Every rank looks before its first backward.
+        Their gradients would differ between ranks. Every rank checks before its first backward.
         """
         if SEEN in vars(self.layer):
             return
@@ -185,39 +185,39 @@ class Step(Replicas):
         vars(self.layer)[SEEN] = True
 
     def backward(self, loss: Tensor, part: float) -> None:
-        """Run the backward of a microbatch, which is `part` of the global batch."""
-        # The mean is taken of what is meant as a sum.
+        """Run the backward of a microbatch that is the fraction `part` of the global batch."""
+        # DDP and FSDP divide by the world size; the factor turns their mean into a sum.
         factor = part * self.size if self.grads_are_averaged else part
         scaled = loss if factor == 1 else loss * factor
         (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
 
 
 class DistributedStep(Step):
-    """Of ranks whose gradients are averaged by another's hand: PyTorch's.
+    """A step whose gradients PyTorch reduces: strategies "ddp" and "fsdp".
 
-    If no plan says what all of them count, that is only known with the gradients. These are then
-    off by one factor, the same everywhere.
+    For a batch that no loader made, the global count is known only after the reduction. The
+    gradients are then rescaled by one factor.
     """
 
     def _prepare(self) -> None:
         self.group = getattr(self.layer, "process_group", None)
         self.size = dist.get_world_size(self.group)
-        if isinstance(self.batch, Microbatches):  # else nothing says whose step it is
+        if isinstance(self.batch, Microbatches):  # other batches have no step number
             where = f"step {self.batch.step} of epoch {self.batch.epoch}"
             self.metrics.step = f"{where}, of a loader with seed {self.batch.seed}"
 
     def _sums(self) -> Tensor:
-        """Return the sums of what all ranks tell.
+        """Return the sums of all ranks' messages; see `StepMetrics.message`.
 
-        They are sent after the backward. A step may fail on all ranks, in another microbatch on
-        each: none of them has then begun a collective that the others have not.
+        The all-reduce is after the backward. So if the step fails on all ranks, in different
+        microbatches, no rank has started a collective that others have not.
         """
         return start_all_reduce(self.metrics.message(self.size, self.layer), self.group)()
 
     def _take_means(self) -> None:
-        """Take the means, and correct the gradients where more or less was counted than expected.
+        """Set the means of metrics, and rescale the gradients if the assumed count was wrong.
 
-        None of an earlier step may be in ``.grad``.
+        ``.grad`` must hold the gradients of this step only.
         """
         if self.size == 1:
             self.metrics.raise_refused()
@@ -225,15 +225,15 @@ class DistributedStep(Step):
         self.metrics.receive(self._sums(), self.size, self.group)
         factor = self.loss_weights.global_total() / self.metrics.total
         if isinstance(factor, Tensor):
-            factor = factor.nan_to_num(posinf=0.0)  # where nothing was counted, gradients are 0
-        elif math.isclose(factor, 1, rel_tol=1e-12):  # sums of fractions may differ in a last bit
+            factor = factor.nan_to_num(posinf=0.0)  # a count of 0 gives gradients of 0
+        elif math.isclose(factor, 1, rel_tol=1e-12):  # sums of fractions may differ in the last bit
             return
         gradients: list[Any] = [p.grad for p in self.module.parameters() if p.grad is not None]
         gradients = [g.to_local() if hasattr(g, "to_local") else g for g in gradients]
         for device, dtype in {(g.device, g.dtype) for g in gradients}:
             by = factor
-            if isinstance(factor, Tensor):  # an offload_policy has put the gradients on the CPU
-                # One dtype takes one kernel. A factor in 16 bits would be too coarse.
+            if isinstance(factor, Tensor):  # with an offload_policy gradients are on the CPU
+                # A factor of the same dtype takes one kernel. In 16 bits it would be too coarse.
                 by = factor.to(device, dtype if dtype.itemsize > 2 else None)
             alike = [g for g in gradients if (g.device, g.dtype) == (device, dtype)]
             with torch.no_grad():
@@ -243,8 +243,8 @@ class DistributedStep(Step):
 def microbatch_seed(batch: Any, number: int = 0) -> int:
     """Return the seed of microbatch `number` of a step, the same at every world size.
 
-    Another in each run of the step. What is no `Microbatches` has another with each call, and on
-    each rank.
+    It differs in each call of `backward` with the batch. For a batch that is no `Microbatches` it
+    also differs between ranks.
     """
     if isinstance(batch, Microbatches):
         seed = batch.seed if run_seed.seed is None else run_seed.seed
@@ -257,12 +257,12 @@ def microbatch_seed(batch: Any, number: int = 0) -> int:
 
 
 def mark_drawn(batch: Any) -> None:
-    """Let the next call on these microbatches draw other numbers: this one has ended well."""
+    """Count a successful call of `backward` with these microbatches: the next has other seeds."""
     if isinstance(batch, Microbatches):
         batch.runs += 1
 
 
 @lru_cache(maxsize=16)
 def _mixed(*numbers: int) -> int:
-    """Mix what stays the same for a while: that takes microseconds of a step."""
+    """Cached `mix`, because its arguments repeat, and it takes microseconds of a step."""
     return mix(*numbers, *b"noise")

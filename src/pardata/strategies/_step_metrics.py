@@ -1,4 +1,4 @@
-"""The loss and the metrics of a step: those of each microbatch, their sums and means."""
+"""Loss and metrics of a step: collected by microbatch, summed over the ranks, divided by counts."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -22,11 +22,11 @@ from pardata.store._round import exchange, raise_if_different
 from pardata.strategies._forward import scalar_loss, upcast
 from pardata.strategies._loss_weights import positive
 
-# The places of a message: what was counted, hashes and their squares, then the first values.
+# Layout of the message, of shape (26,): the count, 3 hashes, their squares, up to 19 weighted sums.
 _HASHES = 3
 _FRONT = 1 + 2 * _HASHES
 _ROOM = 19
-# The structure of the metrics that a model's ranks have compared, where they had no place.
+# The last compared structure of metrics that do not fit in the message, by model.
 _compared = WeakKeyDictionary[nn.Module, str]()
 
 
@@ -71,33 +71,34 @@ class Mean:
 
 
 class StepMetrics:
-    """The losses and metrics of this rank's microbatches, and their means over those of all ranks.
+    """The losses and metrics of this rank's microbatches, and their means over all ranks.
 
     Args:
-        structures: the structures that metrics may have: those of earlier steps of the model.
+        structures: the structures of metrics in earlier steps of the model.
 
     Attributes:
-        step: which step this is, where a loader or the user has said so: the same on all ranks.
-        count: what the microbatches here count.
-        total: what those of all ranks count; a tensor where to read it would stop a GPU.
+        step: the step and its loader, as a text that ranks compare; "" if unknown.
+        count: the count of this rank's microbatches.
+        total: the count of all ranks' microbatches; a tensor on a GPU.
     """
 
     step: str = ""
     total: float | Tensor
-    _text: str | None = None  # the structure of what `loss_fn` returns
+    _text: str | None = None  # the structure of the metrics
     _metrics: Any = None
     _paths: tuple[KeyPath, ...] = ()
     _error: Exception | None = None
-    _means: list[Tensor] | None = None  # those of the loss, and of the leaves of metrics
+    _means: list[Tensor] | None = None  # the means of the loss, and of the leaves of metrics
 
     def __init__(self, structures: set[str]) -> None:
         self._structures = structures
         self._seen: list[tuple[list[Leaf], float]] = []
-        self._weighted = 1  # leaves in front that count as the loss; totals and counts follow
+        # Number of leaves weighted like the loss; totals and counts of each `Mean` follow.
+        self._weighted = 1
         self.count: float = 0
 
     def add(self, returned: Any, count: float, microbatch: Any) -> Tensor:
-        """Take down what `loss_fn` has returned for a microbatch, and return the loss."""
+        """Add the result of `loss_fn` for a microbatch, and return the loss."""
         has_metrics = type(returned) is tuple and len(returned) == 2
         loss = scalar_loss(returned[0] if has_metrics else returned)
         leaves: list[Leaf] = [loss.detach()]
@@ -111,7 +112,7 @@ class StepMetrics:
         return loss
 
     def _leaves(self, metrics: Any, microbatch: Any) -> list[Leaf]:
-        """Return the leaves of `metrics`, of the same structure as those that came before."""
+        """Return the leaves of `metrics`, whose structure must be that of earlier microbatches."""
         try:
             plain, means = _numbers_of(metrics)
             text = _structure(plain, means)
@@ -128,20 +129,20 @@ class StepMetrics:
         return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     def _refuse(self, error: Exception) -> list[Leaf]:
-        """Keep an error that is raised as soon as all ranks know; until then tell as before."""
+        """Keep an error until all ranks know of it, and return the first microbatch's leaves."""
         self._error = self._error or error
         return self._first()[1:] if self._seen else []
 
     def raise_refused(self) -> None:
-        """Raise what was refused, on a rank that trains alone."""
+        """Raise a kept error, in a single process."""
         if self._error is not None:
             raise self._error
 
     def message(self, size: int, layer: nn.Module) -> Tensor:
-        """Return the sums here, in a vector whose length is the same on each of `size` ranks.
+        """Return this rank's message, a vector of shape (26,), for an all-reduce over `size` ranks.
 
-        Collective on a GPU, if what has no place in it was not yet compared for this model. No rank
-        knows of the others' hashes before the vector is sent.
+        Collective on a GPU, if sums that do not fit in it have a new structure, because the hashes
+        are compared only later.
         """
         values = self.sums()
         self._rest = values[_ROOM:]
@@ -156,11 +157,11 @@ class StepMetrics:
         return torch.cat([ends[:_FRONT], values[:_ROOM], ends[_FRONT:]])
 
     def receive(self, sums: Tensor, size: int, group: Any) -> None:
-        """Take the means from the sums of the messages of all ranks. Collective.
+        """Set the means from the sums of all messages, of shape (26,). Collective.
 
         Raises:
-            RuntimeError, ValueError: where steps or structures differ, and where nothing was
-                counted; on a GPU, which nobody waits for, means are NaN instead.
+            RuntimeError, ValueError: steps or structures differ, or the count is 0. On a GPU the
+                means are NaN instead, because the host does not wait.
         """
         if not sums.is_cpu:
             hashes, squares = sums[1:_FRONT].view(2, -1)
@@ -178,13 +179,13 @@ class StepMetrics:
         self.set_means(values, self.total)
 
     def set_means(self, sums: Tensor, total: float | Tensor) -> None:
-        """Take the means over the microbatches of all ranks, whose loss counts `total`."""
+        """Set the means from the sums over all ranks; `total` is the count of the loss."""
         parts = unflatten_like(sums, self._first())
         self._means = [part / total for part in parts[: self._weighted]] + parts[self._weighted :]
 
     def result(self) -> Any:
-        """Return the mean loss, and the means of the metrics, if there are any."""
-        if self._means is None and len(self._seen) > 1:  # nobody else runs any
+        """Return the mean loss, and the means of the metrics if there are any."""
+        if self._means is None and len(self._seen) > 1:  # a single process
             self.set_means(self.sums(), self.count)
         local_loss, *leaves = self._first()
         loss, *metrics = self._means or self._first()
@@ -196,17 +197,17 @@ class StepMetrics:
         for leaf, total, count in zip(
             leaves[first::2], metrics[first::2], metrics[first + 1 :: 2], strict=True
         ):
-            of_sums = self._flat(total) / self._flat(count)  # a number is a vector of one here
+            of_sums = self._flat(total) / self._flat(count)  # numbers become vectors of one element
             values.append(cast_like(leaf, of_sums.view(getattr(leaf, "shape", ()))))
         found = dict(zip(self._paths, values, strict=True))
         return loss, map_with_path(self._metrics, lambda path, _: found[path])
 
     def _first(self) -> list[Any]:
-        """Return loss and metrics of the first microbatch here."""
+        """Return the loss and metrics of this rank's first microbatch."""
         return self._seen[0][0]
 
     def last(self) -> Tensor:
-        """Return loss and metrics of the microbatch that was run last, in one vector."""
+        """Return the loss and metrics of the last microbatch in one vector."""
         return self._vector(*self._seen[-1])
 
     def _vector(self, leaves: list[Leaf], count: float) -> Tensor:
@@ -216,8 +217,8 @@ class StepMetrics:
         return torch.cat([flat, *parts]) if parts else flat
 
     def sums(self) -> Tensor:
-        """Return the sums here of loss and metrics, each times what it counts."""
-        # 0 times NaN is NaN: what does not count is left out.
+        """Return the weighted sums over this rank's microbatches, one vector."""
+        # 0 times NaN is NaN, so microbatches that count 0 are left out.
         rows = [self._vector(*one) for one in self._seen if one[1]]
         return sum(rows[1:], rows[0]) if rows else torch.zeros_like(self._vector(*self._seen[0]))
 
@@ -225,17 +226,17 @@ class StepMetrics:
         dtype = widest_float_dtype(device := self._first()[0].device)
         if isinstance(leaf, Tensor):
             flat = leaf.detach().reshape(-1).to(dtype)
-            if flat.is_cpu and has_streams(device):  # so that nobody waits for the copy
+            if flat.is_cpu and has_streams(device):  # pinned, so that the copy is asynchronous
                 return flat.pin_memory().to(device, non_blocking=True)
             return flat.to(device)
         return torch.full((1,), float(leaf), dtype=dtype, device=device)
 
     def structure(self) -> str:
-        """Return a text that is the same on ranks which have the same metrics."""
+        """Return a text of the metrics' structure, which differs on a rank with an error."""
         return self._text or "" if self._error is None else f"refused on rank {world().rank}"
 
     def raise_of_structures(self) -> None:
-        """Raise on every rank, each having seen that not all have sent the same. Collective."""
+        """Raise on every rank, after the fingerprints have differed, with a table. Collective."""
 
         def facts() -> dict[str, object]:
             if self._error is not None:
@@ -257,7 +258,7 @@ _UNLIKE = (
 
 
 def _numbers_of(metrics: Any) -> tuple[dict[KeyPath, Leaf], dict[KeyPath, Mean]]:
-    """Return the numbers in `metrics`, and the means, by paths in the same order on every rank."""
+    """Return the numbers and each `Mean` in `metrics`, by path, in the same order on every rank."""
     plain: dict[KeyPath, Leaf] = {}
     means: dict[KeyPath, Mean] = {}
     for path, leaf in leaves_with_path(metrics, by_text=True):
@@ -270,7 +271,7 @@ def _numbers_of(metrics: Any) -> tuple[dict[KeyPath, Leaf], dict[KeyPath, Mean]]
 
 
 def _structure(plain: Mapping[KeyPath, Leaf], means: Mapping[KeyPath, Mean]) -> str:
-    """Return a text that is the same for metrics of the same structure."""
+    """Return a text of the structure of metrics."""
     texts = {path: shape_text(leaf) for path, leaf in plain.items()}
     for path, mean in means.items():
         texts[path] = f"the mean of {shape_text(mean.total)} over {shape_text(mean.count)}"
@@ -278,9 +279,9 @@ def _structure(plain: Mapping[KeyPath, Leaf], means: Mapping[KeyPath, Mean]) -> 
 
 
 def _check_means(found: Mapping[KeyPath, Leaf], microbatch: Any) -> None:
-    """Refuse a metric that has a row for each sample: it is no mean.
+    """Raise for a metric with a row for each sample, which is no mean.
 
-    Once another number of samples has shown that a metric is none, its structure is known.
+    A structure that has occurred with another number of samples is not checked again.
     """
     rows = {len(tensor) for tensor in iter_tensors(microbatch) if tensor.ndim}
     with suppress(TypeError):  # the number of samples is unclear

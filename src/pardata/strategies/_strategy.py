@@ -1,4 +1,4 @@
-"""What a strategy is: what it refuses, where it puts a model, how it wraps it, and its step."""
+"""The base class of strategies: check, place and wrap a model, and make its steps."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
@@ -17,7 +17,7 @@ from pardata.strategies._step import Step
 
 
 class WrapOptions(NamedTuple):
-    """What `wrap_model` gets in addition to the model, and in which world."""
+    """The arguments of `wrap_model` except for the model, and the world."""
 
     world: World
     device: torch.device | str | None
@@ -26,17 +26,17 @@ class WrapOptions(NamedTuple):
 
 
 class Strategy(ABC):
-    """How the replicas of a model are kept equal. There is one object of each class.
+    """A strategy to keep the replicas of a model equal. There is one object of each class.
 
     Attributes:
-        name: by which `wrap_model` takes it.
-        wrapper: the class by which a layer of a model is known to be of this strategy.
-        is_collective: whether all ranks wrap together, and compare what they wrap.
-        needs_group: whether that needs a process group of one rank, too.
-        takes_sharded_parts: whether parts of the model may be wrapped before it, block by block.
-        takes_devices: whether the model may be spread over several.
+        name: the argument of `wrap_model`.
+        wrapper: the class of the wrapper that this strategy puts around a model.
+        is_collective: whether wrapping is collective, and compares the models of the ranks.
+        needs_group: whether it needs a process group also for one rank.
+        takes_sharded_parts: whether modules inside the model may be sharded already.
+        takes_devices: whether the model may be spread over several devices.
         places_model: whether `wrap` moves the model to its device, part by part.
-        extra_options: names of options that are not for what `options_of` returns.
+        extra_options: names of options that `options_of` does not take.
         step: the class of one step of `backward`.
     """
 
@@ -48,37 +48,37 @@ class Strategy(ABC):
     extra_options: Collection[str] = ()
 
     def check(self, model: nn.Module, settings: WrapOptions) -> None:  # noqa: B027  # some strategies have nothing to check
-        """Refuse a model or settings that this strategy cannot take, but others can."""
+        """Raise for a model or options that this strategy does not support."""
 
     def facts(self, model: nn.Module, settings: WrapOptions) -> Facts:  # noqa: ARG002  # some strategies use them
-        """Return what must be the same on all ranks, in addition to a model at its place."""
+        """Return facts that must be equal on all ranks, in addition to those of the model."""
         return {}
 
     def device(self, settings: WrapOptions) -> torch.device | str:
-        """Return where the model is to be."""
+        """Return the device of the model."""
         return settings.world.device if settings.device is None else settings.device
 
     @abstractmethod
     def wrap(self, model: nn.Module, settings: WrapOptions) -> nn.Module:
-        """Return what is trained in place of `model`, which is checked and where it is to be."""
+        """Return the wrapped model. `model` is checked, and on its device unless `places_model`."""
 
     def options_of(self) -> Callable[..., object]:
-        """Return what takes the options of `wrap_model`, after the module."""
-        # "none" takes those of "ddp", for "auto" becomes either.
+        """Return the class or function that takes the options of `wrap_model`."""
+        # "none" accepts the options of "ddp", because "auto" becomes either.
         return self.wrapper or DistributedDataParallel
 
     def state_dict(self, model: nn.Module) -> Mapping[str, Any]:
-        """Return what a checkpoint keeps of `model`, under the names of the module inside."""
-        # A wrapper of ours that says in the metadata how the model was trained.
+        """Return the state dict for a checkpoint, with the names of the module inside."""
+        # A wrapper of pardata records in the metadata how the model was trained.
         ours: list[nn.Module] = [x for x in wrapper_chain(model) if isinstance(x, Wrapper)]
         state: Mapping[str, Any] = (ours or [unwrap(model)])[0].state_dict()
         return state
 
-    load = staticmethod(load_full)  # what `load_weights` does
+    load = staticmethod(load_full)  # called by `load_weights`
 
 
 def broadcast_weights(model: nn.Module) -> None:
-    """Let all ranks begin from rank 0's weights."""
+    """Broadcast rank 0's parameters and buffers. Collective."""
     tensors = [*model.parameters(), *model.buffers()]
-    # What was sharded before has no copy to equalise.
+    # Not sharded tensors, which have no replicas.
     broadcast_coalesced(tensor for tensor in tensors if not hasattr(tensor, "full_tensor"))

@@ -1,4 +1,4 @@
-"""Weights in and out of a model, whatever wraps it, and whether all ranks hold the same."""
+"""Load weights into a wrapped model, hash them, and compare them between ranks."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -85,7 +85,8 @@ def check_in_sync(model: nn.Module) -> None:
 
     def digests() -> Mapping[str, tuple[str, str]]:
         module = unwrap(model)
-        state = {**module.state_dict(), **dict(module.named_buffers())}  # with non-persistent ones
+        # Includes non-persistent buffers.
+        state = {**module.state_dict(), **dict(module.named_buffers())}
         return {
             name: (part, sha256_of([(f"{tensor.dtype} {tuple(tensor.shape)}", tensor)])[:16])
             for name, value in (state.items() if world.size > 1 else ())
@@ -96,11 +97,11 @@ def check_in_sync(model: nn.Module) -> None:
 
 
 def _compare(found: list[dict[str, Any]]) -> None:
-    """Raise, with a table of the first weight that differs."""
+    """Raise with a table of the first weight that differs, if any does."""
     names: list[dict[str, object]] = [{"the parameter names": sorted(facts)} for facts in found]
     raise_if_different("check_in_sync", names, "Build the same model on every rank.")
     digests = {name: [tuple(facts[name]) for facts in found] for name in found[0]}
-    # Ranks that hold different parts of a weight have nothing in common to compare.
+    # Only equal shards of a weight can be compared.
     differing = [n for n, all_ in digests.items() if len({*all_}) > len({part for part, _ in all_})]
     if not differing:
         return
@@ -114,14 +115,14 @@ def _compare(found: list[dict[str, Any]]) -> None:
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters and buffers, whole and by name; collective where they are sharded."""
+    """Yield parameters and buffers by name, unsharded. Collective if they are sharded."""
     for name, value in unwrap(model).state_dict().items():
-        if isinstance(value, Tensor):  # not what get_extra_state() returns
+        if isinstance(value, Tensor):  # not an extra state
             yield name, value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 def _copies(value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield what this rank holds of a value, if others hold the same: which part, and its bits."""
+    """Yield this rank's copy of a value, and its shard's name, if other ranks have a copy too."""
     if hasattr(value, "full_tensor"):
         places = zip(value.device_mesh.get_coordinate(), value.placements, strict=True)
         part = [at for at, placement in places if not placement.is_replicate()]

@@ -1,4 +1,4 @@
-"""One argument chooses how replicas are kept equal."""
+"""`wrap_model`: checks a model, compares it between ranks, and wraps it by a strategy."""
 
 import inspect
 from functools import partial
@@ -26,12 +26,12 @@ StrategyName: TypeAlias = Literal["auto", "none", "dp", "ddp", "fsdp", "exact"]
 _NONE = NoneStrategy()
 _SAME = "Build the same model, in the same order, with the same options, on every rank."
 
-# In the order in which they are looked for in a model: what reduces gradients first.
+# In the order in which `find_strategy` tries them: those that reduce gradients first.
 STRATEGIES: tuple[Strategy, ...] = (
     *(ExactStrategy(), DdpStrategy(), FsdpStrategy(), DpStrategy(), _NONE),
 )
 
-# Kinds of options that can be compared between ranks.
+# Types of options that are compared between ranks.
 _PLAIN = (bool, int, float, str)
 
 
@@ -119,14 +119,14 @@ def wrap_model(
         if chosen.needs_group:
             check_supported(target, world.backend)
         if len(_devices(model)) < 2 and not chosen.places_model:
-            model.to(target)  # else somebody placed its parts by hand
+            model.to(target)  # otherwise the user has spread the model over devices
         if not chosen.is_collective:
             return {}
         return {**_facts_of(model, name, settings), **chosen.facts(model, settings)}
 
     if any(one.name == name and not one.is_collective for one in STRATEGIES):
         checked()
-    else:  # an unknown one too: the other ranks may have it right, and wait
+    else:  # also for an unknown name, so that other ranks do not wait
         differ = partial(raise_if_different, "wrap_model", cure=_SAME)
         require_equal(store_client(), "wrap_model", checked, differ)
     chosen = strategy_by_name(name)
@@ -136,7 +136,7 @@ def wrap_model(
 
 
 def _check(model: nn.Module, chosen: Strategy, settings: WrapOptions) -> None:
-    """Refuse what no strategy can take, or not this one."""
+    """Raise for a model or options that no strategy supports, or not this one."""
     check_module(model)
     if is_parallel(model, but_for_sharded_parts=chosen.takes_sharded_parts):
         cure = "pass unwrap(model), or wrap once, at the outside"
@@ -176,8 +176,8 @@ def _check(model: nn.Module, chosen: Strategy, settings: WrapOptions) -> None:
 
 
 def _check_devices(model: nn.Module, chosen: Strategy) -> None:
-    """Refuse a model that is spread over several devices where that cannot be."""
-    # A group that is bound to a device takes tensors of no other.
+    """Raise for a model on several devices, if the strategy or the group does not allow it."""
+    # A group that is bound to a device accepts tensors of no other.
     bound = getattr(dist.group.WORLD, "bound_device_id", None)
     why = f", in a process group bound to {bound}" if bound is not None else ""
     if len(devices := _devices(model)) > 1 and (why or not chosen.takes_devices):
@@ -188,7 +188,7 @@ def _check_devices(model: nn.Module, chosen: Strategy) -> None:
 
 
 def _check_embeddings(model: nn.Module, chosen: Strategy) -> None:
-    """Refuse an embedding whose forward writes into the rows of this rank's samples."""
+    """Raise for an embedding with ``max_norm``, whose forward changes this rank's weights."""
     for name, part in model.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
             raise ValueError(
@@ -200,10 +200,10 @@ def _check_embeddings(model: nn.Module, chosen: Strategy) -> None:
 
 
 def _check_batch_norms(model: nn.Module) -> None:
-    """Refuse batch norms that would lose what a subclass adds.
+    """Raise for subclasses of batch norm with another forward, which SyncBatchNorm would replace.
 
     Raises:
-        ValueError: names the first of them.
+        ValueError: there is such a module; the error names the first one.
     """
     for name, module in model.named_modules():
         is_other = isinstance(module, BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
@@ -220,11 +220,11 @@ def _devices(model: nn.Module) -> list[str]:
 
 
 def _facts_of(model: nn.Module, strategy: str, settings: WrapOptions) -> dict[str, object]:
-    """Describe what must be the same on all ranks."""
-    # Options too: ranks that differ in find_unused_parameters would wait for each other for ever.
+    """Return the facts of a model and its options that must be equal on all ranks."""
+    # With options, because ranks that differ in find_unused_parameters would wait forever.
     options = {**settings.options, "sync_batchnorm": settings.sync_batchnorm}
     plain = {key: value for key, value in options.items() if isinstance(value, _PLAIN)}
-    plain.pop("output_device", None)  # each rank's own
+    plain.pop("output_device", None)  # it differs between ranks
     facts: dict[str, object] = {"the strategy": strategy, "the options": plain}
     tensors = [*model.named_parameters(), *model.named_buffers()]
     for number, (name, tensor) in enumerate(tensors):
@@ -234,10 +234,10 @@ def _facts_of(model: nn.Module, strategy: str, settings: WrapOptions) -> dict[st
 
 
 def strategy_by_name(name: object) -> Strategy:
-    """Return the strategy of a name.
+    """Return the strategy with this name.
 
     Raises:
-        ValueError: for a name that no strategy has.
+        ValueError: no strategy has this name.
     """
     for strategy in STRATEGIES:
         if name == strategy.name:
@@ -248,12 +248,12 @@ def strategy_by_name(name: object) -> Strategy:
 
 
 def find_strategy(model: nn.Module) -> tuple[Strategy, nn.Module]:
-    """Return the strategy that `wrap_model`, or PyTorch's own class, has put around a model.
+    """Return the strategy of a model, and the wrapper that belongs to it.
 
-    And the layer by which it is known.
+    Under ``"none"`` the wrapper is the model itself. PyTorch's wrappers are found too.
 
     Raises:
-        TypeError: for what is no module.
+        TypeError: `model` is no module.
     """
     check_module(model)
     found = wrapper_chain(model)
@@ -265,5 +265,5 @@ def find_strategy(model: nn.Module) -> tuple[Strategy, nn.Module]:
 
 
 def strategy_of(model: nn.Module) -> Strategy:
-    """Return the strategy that a model is under."""
+    """Return the strategy of a model."""
     return find_strategy(model)[0]

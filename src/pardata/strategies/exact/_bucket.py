@@ -1,4 +1,4 @@
-"""Parameters whose gradients are added in the fixed tree, and sent, together."""
+"""Buckets: parameters whose gradients are summed in the fixed tree, and sent, together."""
 
 from collections.abc import Iterable
 from itertools import zip_longest
@@ -9,25 +9,26 @@ from torch import Tensor, nn
 
 from pardata.strategies.exact._tree_all_reduce import IDENTITY, TreeAllReduce, TreeLayout, TreeStack
 
-_MOST, _MOST_OF_GPU = 2**20, 2**22  # numbers that are sent together: 4 MiB over gloo, else 16
+_MOST, _MOST_OF_GPU = 2**20, 2**22  # elements of a bucket: 4 MiB in float32 on a CPU, else 16
 
-# A gradient for each parameter of a bucket; None if it was not used.
+# The gradient of each parameter of a bucket, of its shape; None if it was not used.
 _Gradients: TypeAlias = list[Tensor | None]
 
 
 class Bucket:
-    """Parameters of one dtype, whose gradients are added and sent together.
+    """Parameters of one dtype, whose gradients are summed and sent together.
 
-    In float32 at least, a complex number as two. Lives from step to step.
+    Sums are in float32 or float64, complex gradients viewed as real. A bucket is reused in each
+    step.
 
     Args:
-        parameters: in the order in which gradients come.
+        parameters: in the order in which the backward computes gradients.
 
     Attributes:
-        missing: those that have got no gradient from the backward that runs.
-        is_added: whether the gradients of that were added.
-        used: which of the parameters had a gradient in this step.
-        sum: of what was sent.
+        missing: the parameters without a gradient in the current backward so far.
+        is_added: whether the gradients of the current microbatch were added.
+        used: for each parameter, whether it had a gradient in this step.
+        sum: the all-reduce of the bucket, after `send`.
     """
 
     sum: TreeAllReduce
@@ -41,7 +42,7 @@ class Bucket:
         self._places: list[tuple[slice, torch.Size, tuple[int, ...]]] = []
         self._length = 0
         for parameter in parameters:
-            # In its own layout, as PyTorch's: fused optimizers insist on it.
+            # In the layout of the parameter, as with PyTorch, because fused optimizers require it.
             layout = torch.empty_like(parameter, dtype=kind, device="meta")
             layout = torch.view_as_real(layout) if kind.is_complex else layout
             end = self._length + layout.numel()
@@ -49,18 +50,18 @@ class Bucket:
             self._length = end
 
     def begin_step(self, exchange: TreeLayout) -> None:
-        """Forget the step before."""
+        """Reset the sums for a new step."""
         self._exchange = exchange
         self._stack = TreeStack[_Gradients](exchange.count, _added)
         self.used = [False] * len(self.parameters)
 
     def begin(self) -> None:
-        """Forget the microbatch before."""
+        """Reset the state for a new microbatch."""
         self.missing = set(self.parameters)
         self.is_added = False
 
     def take(self, number: int, *, counts: bool) -> None:
-        """Add the gradients that the parameters have, as those of a microbatch."""
+        """Add the current ``.grad`` of the parameters as leaf `number` of the tree; clear it."""
         gradients = [p.grad for p in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
@@ -76,10 +77,10 @@ class Bucket:
         return (torch.view_as_real(gradient) if self._is_complex else gradient).to(self._dtype)
 
     def send(self, payload: Tensor | None = None) -> None:
-        """Send the subtrees' sums here, and `payload` behind them. Collective."""
+        """Start the all-reduce of this rank's subtree sums, followed by `payload`. Collective."""
         behind = self._length + (0 if payload is None else len(payload))
         rows = self._exchange.rows(behind, self._dtype, self.parameters[0].device)
-        # A rank that has failed has other subtrees, and no rank will use the sum.
+        # A failed rank has other subtrees, but no rank uses the result then.
         left = [gradients for _, gradients in self._stack.subtrees]
         for row, gradients in zip_longest(rows, left[: len(rows)]):
             both = list(zip(self._parts(row), gradients or [None], strict=False))
@@ -96,19 +97,19 @@ class Bucket:
         self.sum = TreeAllReduce(self._exchange, rows)
 
     def _parts(self, row: Tensor) -> list[Tensor]:
-        """Return the numbers of each parameter, in its layout."""
+        """Return views of `row`, of shape (length,), in the shape and strides of each parameter."""
         return [row[where].as_strided(shape, stride) for where, shape, stride in self._places]
 
     def finish(self) -> Tensor:
-        """Wait for the sums, and return those of the payload of all ranks."""
+        """Wait for the sums, and return those of the payload."""
         self._sums = self.sum.result()
         del self.sum
         return self._sums[self._length :]
 
     def set_gradients(self, used: Iterable[bool]) -> None:
-        """Set the gradients of the parameters that are used to the sums."""
+        """Set ``.grad`` of the parameters that are used to their sums."""
         parts = self._parts(self._sums)
-        del self._sums  # whose memory is that of the gradients
+        del self._sums  # the gradients share its memory
         for parameter, part, is_used in zip(self.parameters, parts, used, strict=True):
             if is_used:
                 gradient = torch.view_as_complex(part) if self._is_complex else part
@@ -123,7 +124,7 @@ def _added(left: _Gradients, right: _Gradients) -> _Gradients:
 
 
 def buckets_of(parameters: Iterable[nn.Parameter]) -> list[Bucket]:
-    """Return buckets of one dtype, from the last parameter to the first, as gradients come."""
+    """Divide parameters into buckets of one dtype, in reverse order, as gradients are computed."""
     filled: list[list[nn.Parameter]] = []
     last: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in reversed(list(parameters)):

@@ -1,4 +1,4 @@
-"""Means of an exact step: of the buffers as its microbatches leave them, of loss and metrics."""
+"""Means of an exact step, summed in the fixed tree: of buffers, and of loss and metrics."""
 
 import zlib
 
@@ -13,21 +13,21 @@ from pardata.strategies.exact._tree_all_reduce import IDENTITY, TreeLayout, Tree
 
 
 class BufferMeans:
-    """The means of what microbatches make of a module's buffers, each from the start of the step.
+    """The means over microbatches of a module's buffers, each computed from the step's start.
 
-    Floating-point buffers, as batch norm's statistics, become the mean of what each microbatch
-    leaves, weighted like gradients. Others, which count, become what the first of them leaves. The
-    means of loss and metrics travel with them, all in float64 if the device has that.
+    Floating-point buffers, as batch norm's statistics, become the mean of their values after each
+    microbatch, weighted like gradients. Integer buffers, which count, become their values after the
+    first microbatch. Loss and metrics are summed with them, all in float64 if the device has it.
 
     Args:
-        module: whose buffers; they are added on its device.
-        exchange: of the step.
-        first: the number of the first microbatch here that counts.
+        module: the module with the buffers, on whose device sums are computed.
+        exchange: the layout of the step.
+        first: the number of this rank's first microbatch that counts.
 
     Attributes:
-        shapes: of all buffers, by name.
-        digest: a hash of all buffers, which must be equal on all ranks; on a GPU of their shapes,
-            because nobody waits for it.
+        shapes: the shape of each buffer by name.
+        digest: a hash of all buffers, which ranks compare; on a GPU only of their shapes, so that
+            the host does not wait.
     """
 
     def __init__(self, module: nn.Module, exchange: TreeLayout, first: int) -> None:
@@ -41,7 +41,7 @@ class BufferMeans:
         self._start = {name: buffer.clone() for name, buffer in start.items()}
         self._before = self._flat(start, self._real, self._dtype)
         self._counts = self._flat(start, self._counting, torch.int64)
-        self._counted = torch.zeros_like(self._counts)  # what the first microbatch adds to them
+        self._counted = torch.zeros_like(self._counts)  # the change by the first microbatch
         values = [self._before, self._counts] if self._device.type == "cpu" else []
         self.digest = zlib.crc32(
             b"".join(map(bytes_of, values)), zlib.crc32(repr(self.shapes).encode())
@@ -49,19 +49,19 @@ class BufferMeans:
         self._stack = TreeStack[Tensor](exchange.count, Tensor.add_)
 
     def add(self, microbatch: Microbatch, values: Tensor) -> None:
-        """Add what a microbatch has changed, with the `values` of its loss and metrics; restore.
+        """Add a microbatch's changes of buffers, and the `values` of loss and metrics; restore.
 
-        The values are already times what the microbatch counts.
+        The values, a vector, are already multiplied by the count of the microbatch.
         """
         number, leaf = microbatch.number, None
-        if microbatch.count:  # else others restore
+        if microbatch.count:  # a placeholder restores its buffers itself
             changes = [changed * microbatch.count for changed in self._changes(number)]
             leaf = torch.cat([values.to(self._device), *changes])
-        if number >= 0:  # no placeholder
+        if number >= 0:  # not for a placeholder
             self._stack.push((number, number + 1), leaf)
 
     def _changes(self, number: int) -> list[Tensor]:
-        """Return what a microbatch has changed, and restore."""
+        """Return the changes of floating-point buffers by a microbatch, and restore all buffers."""
         if not self._start:
             return []
         now = self._now()
@@ -73,19 +73,20 @@ class BufferMeans:
         return [(after - self._before).masked_fill_(same, IDENTITY)]
 
     def rows(self, count: int, first: int) -> Tensor:
-        """Return the subtrees' sums here, one row each, at least one.
+        """Return this rank's subtree sums, of shape (max(1, subtrees), length).
 
         Args:
-            count: the numbers of loss and metrics.
-            first: the number of the first microbatch of all ranks that counts.
+            count: how many numbers loss and metrics have.
+            first: the number of the first microbatch of the step that counts.
         """
-        # In words that each dtype holds; of all ranks one has any.
+        # As 16-bit words, which each dtype represents exactly. Only the rank with the first
+        # microbatch has some.
         words = (self._counted * (first == self._first)).view(torch.int16).to(self._dtype)
         size = count + len(self._before)
         self._sizes = count, len(self._before), len(words)
         rows = self._exchange.rows(sum(self._sizes), self._dtype, self._device)
         rows.fill_(IDENTITY)
-        # A rank that has failed has other subtrees, and no rank will use the sum.
+        # A failed rank has other subtrees, but no rank uses the result then.
         for row, (_, subtree) in zip(rows, self._stack.subtrees, strict=False):
             if subtree is not None:
                 row[:size] = subtree
@@ -93,11 +94,11 @@ class BufferMeans:
         return rows
 
     def apply(self, sums: Tensor, total: float) -> Tensor:
-        """Set the buffers, and return the sums of loss and metrics.
+        """Set the buffers to their means, and return the sums of loss and metrics.
 
         Args:
-            sums: of the rows of all ranks.
-            total: what the microbatches of all ranks count.
+            sums: the tree sum of all ranks' rows, of shape (length,).
+            total: the count of all microbatches of all ranks.
         """
         parts: list[Tensor] = [*sums[: sum(self._sizes)].split(self._sizes)]
         values, changes, words = parts
@@ -112,14 +113,14 @@ class BufferMeans:
         return values
 
     def put_back(self, found: dict[str, Tensor] | None = None) -> None:
-        """Set the buffers, those that were `found`, to what they were at the start of the step."""
+        """Restore the values of buffers (`found`, if given) from the start of the step."""
         now = found or real_buffers(self._module)
         same = [n for n, start in self._start.items() if n in now and now[n].shape == start.shape]
         _set([now[name] for name in same], [self._start[name] for name in same])
 
     def _now(self) -> dict[str, Tensor]:
-        """Return the buffers as they are: those that there were, in their shapes."""
-        now = real_buffers(self._module)  # once: a walk through a deep module takes long
+        """Return the current buffers; raise if the shape of one has changed in this step."""
+        now = real_buffers(self._module)  # once, because a search through a deep module is slow
         shapes = _shapes(now)
         for name, shape in self.shapes.items():
             if shapes.get(name) != shape:
@@ -133,7 +134,7 @@ class BufferMeans:
     def _flat(self, buffers: dict[str, Tensor], names: list[str], dtype: torch.dtype) -> Tensor:
         parts = [buffers[name].reshape(-1).to(self._device) for name in names]
         parts = parts or [torch.empty(0, device=self._device)]
-        return torch.cat(parts).to(dtype)  # a conversion of each would be a kernel of each
+        return torch.cat(parts).to(dtype)  # one conversion, and so one kernel, for all
 
 
 def _set(buffers: list[Tensor], values: list[Tensor]) -> None:

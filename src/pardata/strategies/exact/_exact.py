@@ -1,7 +1,8 @@
-"""Strategy "exact": training that is the same to the last bit on any number of processes.
+"""Strategy "exact": training with the same bits at every world size.
 
-Only `backward` fills the gradients. A hook on every parameter tells when a microbatch's gradient is
-ready to be added. It refuses any other backward (`_gradient_sums`).
+Does not keep the bits between different kernels: processors, torch versions, numbers of threads.
+Only `backward` sets gradients. A hook on each parameter adds a microbatch's gradient to the sums,
+and raises in any other backward (`_gradient_sums`).
 """
 
 from collections.abc import Mapping
@@ -22,25 +23,25 @@ from pardata.strategies.exact._exact_step import ExactStep
 from pardata.strategies.exact._gradient_sums import GradientSums
 from pardata.strategies.exact._numerics import numerics_error, numerics_record
 
-_RECORD = "exact"  # in the metadata of a state dict
+_RECORD = "exact"  # the key of the record in the metadata of a state dict
 
 
 class ExactModel(TransparentWrapper, Wrapper):
-    """A module whose gradients only `pardata.backward` makes.
+    """A wrapper of a module whose gradients only `pardata.backward` sets.
 
     Args:
-        module: to train.
-        threads: of PyTorch's kernels on the CPU, whose sums depend on their number. It is set for
-            the whole process.
+        module: the module to train.
+        threads: number of threads of PyTorch's CPU kernels, on which sums depend. It is set for the
+            whole process.
 
     Attributes:
-        exact: what adds up its gradients.
+        exact: the sums of its gradients.
     """
 
     exact: GradientSums
 
     def __init__(self, module: nn.Module, *, threads: int = 1) -> None:
-        # Not as attributes are set, which are the module's once it is wrapped.
+        # By `__dict__`, because attributes belong to the module after wrapping.
         self.__dict__["exact"] = GradientSums(unwrap(module), threads)
         super().__init__(module)
 
@@ -51,18 +52,18 @@ class ExactModel(TransparentWrapper, Wrapper):
         return bare_forward(self.module, *inputs, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state of the module inside, and in its metadata what decides the last bit."""
+        """Return the module's state dict, with a record of the numerics in its metadata."""
         state = super().state_dict(*args, **kwargs)
         metadata = versions_of(state)
         if metadata:
-            # With a prefix where this is a child of the module that is asked.
+            # With a prefix if this is a child of the module whose state is taken.
             path = (args[1] if len(args) > 1 else kwargs.get("prefix", ""))[:-1]
             device = next(self.parameters()).device
             metadata[path] = {**metadata.get(path, {}), _RECORD: numerics_record(device)}
         return state
 
     def check_versions(self, facts: Mapping[str, Any]) -> None:
-        """Refuse weights of an exact run whose kernels were others: this would be another run."""
+        """Raise for weights of an exact run with other numerics, because the bits would differ."""
         then = facts.get(_RECORD)
         if then is None:
             return

@@ -1,4 +1,4 @@
-"""One step of `backward` under strategy "exact": sums in a fixed tree, so no order can be seen."""
+"""One step of `backward` under "exact", whose sums are in the order of a fixed tree."""
 
 import zlib
 from collections.abc import Iterator
@@ -22,17 +22,17 @@ from pardata.strategies.exact._buffer_means import BufferMeans
 from pardata.strategies.exact._numerics import numerics_error
 from pardata.strategies.exact._tree_all_reduce import TreeAllReduce, TreeLayout
 
-_NONE = 2**53  # the number of a microbatch that there is not
+_NONE = 2**53  # stands for no microbatch
 
 
 class _Agreement(NamedTuple):
-    """What all ranks have said before anything is sent.
+    """The result of the comparison of all ranks, before gradients are sent.
 
     Attributes:
-        is_same: whether they are at the same step and train the same.
-        has_failed: whether one has failed.
-        is_alike: whether what `loss_fn` returns has the same structure.
-        first: the number of the first microbatch that counts.
+        is_same: whether ranks are at the same step and train the same parameters.
+        has_failed: whether a rank has failed.
+        is_alike: whether the results of `loss_fn` have the same structure.
+        first: the number of the first microbatch of the step that counts.
     """
 
     is_same: bool = False
@@ -42,10 +42,10 @@ class _Agreement(NamedTuple):
 
 
 class ExactStep(Step):
-    """The gradients of the microbatches, already weighted, are added in a tree of a fixed shape.
+    """Step of "exact": sums the weighted gradients of microbatches in a tree of fixed shape.
 
-    What is complete is sent while the last microbatch's backward still runs. No device is waited
-    for: what ranks must know of each other before that, they tell on the CPU.
+    Complete buckets are sent during the backward of the last microbatch. Ranks first compare their
+    steps on the CPU, so the host waits for no GPU.
     """
 
     _vote: WaitMinMax | None = None
@@ -63,32 +63,33 @@ class ExactStep(Step):
                 f"are the same at every world size"
             )
         self._sums = self.layer.exact
-        # Raised within the step, so that the others get an error.
+        # Raised in the step, so that other ranks get an error too.
         self._refusal: Exception | None = numerics_error(self.model, self._sums.threads)
 
     @contextmanager
     def synchronized(self) -> Iterator[None]:
-        """Run the microbatches of this rank in the block; then set what all ranks have together."""
+        """Run this rank's microbatches in the block, then set gradients, buffers and means."""
         self._begin()
-        failed = self._refusal  # also where this rank runs nothing
-        # Python's and NumPy's generators are kept once a step: for NumPy that takes 70 µs.
+        failed = self._refusal  # also if this rank runs no microbatch
+        # Python's and NumPy's generators are saved once a step, because NumPy takes 70 µs.
         stash = StashedGradients(parameters_of(self.module))
         with ForkedRng(default_generators()[:-1]), stash, active_step(self.layer):
             try:
                 try:
-                    # Here: a rank that fails later has taken part, where fractions are added.
+                    # Collective if counts are fractions, so before any error of a later microbatch.
                     self.loss_weights.totals()
                     yield
-                except Exception as error:  # noqa: BLE001  # raised below: the others wait for it
+                except Exception as error:  # noqa: BLE001  # raised below, because the other ranks wait
                     failed = error
                 self._conclude(failed)
             except BaseException:
-                with suppress(RuntimeError):  # on a GPU each kernel may raise the same error anew
-                    self._means.put_back()  # else the ranks would have different ones
+                # After an error on a GPU each kernel may raise it again.
+                with suppress(RuntimeError):
+                    self._means.put_back()  # otherwise buffers would differ between ranks
                 raise
 
     def _begin(self) -> None:
-        """Make what is added to."""
+        """Create the sums of the step."""
         if self.loss_weights.dropped_samples:
             self._refusal = self._refusal or ValueError(
                 "a microbatch must have the samples that were read for it under strategy 'exact', "
@@ -104,7 +105,7 @@ class ExactStep(Step):
         self._sums.begin_step(self._exchange, self._may_send)
 
     def send(self) -> None:
-        """Ask all ranks, before the last backward, whether they are about to send the same."""
+        """Start the comparison of all ranks, before the last backward."""
         self._ask(failed=False)
 
     def _ask(self, *, failed: bool) -> None:
@@ -112,21 +113,21 @@ class ExactStep(Step):
         self._vote = CheckedCollective("backward", dict, str).start_min_max(facts)
 
     def _outcome(self) -> _Agreement:
-        """Return what all ranks have in common, once all have sent it."""
+        """Return the result of the comparison; waits for it once."""
         if self._vote is not None:
-            vote, self._vote, self._answer = self._vote, None, _Agreement()  # also where it raises
+            vote, self._vote, self._answer = self._vote, None, _Agreement()  # also if it raises
             (key, other_key), (_, failed), (text, other_text), (first, _) = vote()
             self._answer = _Agreement(key == other_key, bool(failed), text == other_text, first)
         return self._answer or _Agreement()
 
     def _may_send(self) -> bool:
-        """Whether all send the same: gloo ends a process that gets what it does not expect."""
+        """Whether ranks agree, because gloo ends a process that receives unexpected data."""
         outcome = self._outcome()
         return outcome.is_same and outcome.is_alike and not outcome.has_failed
 
     @contextmanager
     def microbatch(self, microbatch: Microbatch) -> Iterator[None]:
-        """Seed Python's and NumPy's generators as well as PyTorch's: they show in the last bit."""
+        """Seed Python's and NumPy's generators too, and collect gradients and buffers."""
         if self._refusal is not None:
             raise self._refusal
         self._sums.begin(microbatch, last=microbatch is self.loss_weights.microbatches[-1])
@@ -136,7 +137,7 @@ class ExactStep(Step):
         self._means.add(microbatch, self.metrics.last())
 
     def _conclude(self, failed: Exception | None) -> None:
-        """Add up what all ranks have, and set it, or raise. Collective."""
+        """Finish the sums over all ranks, and set the results, or raise. Collective."""
         if self._answer is None and self._vote is None:
             self._ask(failed=True)
         first = self._require_agreement(failed).first
@@ -156,7 +157,7 @@ class ExactStep(Step):
         self._sums.set_gradients(used)
 
     def _send_separately(self, rows: Tensor, flags: list[bool]) -> tuple[list[bool], Tensor]:
-        """Return flags and sums of all ranks that do not travel with the gradients. Collective."""
+        """Return the flags and sums of all ranks, sent separately from gradients. Collective."""
         self._sums.send_rest()
         group, device = cpu_group_and_device(world())
         of_any = torch.tensor(flags, dtype=torch.int32, device=device)
@@ -167,7 +168,7 @@ class ExactStep(Step):
         return (wait() > 0).tolist(), sums.result()
 
     def _require_agreement(self, failed: Exception | None) -> _Agreement:
-        """Return what all ranks have said; raise on each of them where they do not agree."""
+        """Return the result of the comparison; raise on every rank if ranks differ."""
         outcome = self._outcome()
         if not outcome.is_same:
             msg = (
@@ -188,7 +189,7 @@ class ExactStep(Step):
         return outcome
 
     def _key(self) -> int:
-        """Return a number that is the same on all ranks which send the same at the same step."""
+        """Return a hash of the step, the trained parameters and buffers, which ranks compare."""
         batch = self.batch
         step = batch.epoch, batch.step, microbatch_seed(batch)
         model = self._sums.digest, self._means.digest
@@ -196,24 +197,24 @@ class ExactStep(Step):
 
 
 def _failed_elsewhere() -> RuntimeError:
-    # Marked, so that the log says which one, and how.
+    # Marked as secondary, so that the log names the failed rank.
     text = "every rank must run its microbatches, but another one failed: see its error"
     return mark_secondary(RuntimeError(text))
 
 
-_MOST = 2**14  # numbers: more take longer than a collective of their own
-_WORDS = 4  # a float64 is four words of 16 bits, and a float32 holds one exactly
+_MOST = 2**14  # elements: above this size a separate collective is faster
+_WORDS = 4  # a float64 has four 16-bit words, each of which a float32 represents exactly
 
 
 class Payload:
-    """A rank's flags, and its rows of means, on the way to all ranks.
+    """A rank's flags and rows of means, sent in the last bucket of gradients.
 
-    Each row has a place of its own, as words to which the other ranks add zeros: so no sum rounds.
+    Each row has a slot of 16-bit words, to which the other ranks add zeros, so no sum rounds.
 
     Args:
         exchange: of the step.
-        rows: of this rank, in float64.
-        flags: of this rank, as many as of each rank.
+        rows: the rows of this rank, float64 of shape (subtrees, width).
+        flags: flags of this rank, equally many on each rank.
     """
 
     def __init__(self, exchange: TreeLayout, rows: Tensor, flags: list[bool]) -> None:
@@ -222,13 +223,13 @@ class Payload:
         self._length = len(flags) + len(exchange.spans) * self._width * _WORDS
 
     def fit(self) -> bool:
-        """Whether they are few, and each rank sends a sum with which they can travel."""
+        """Whether it is small, and every rank sends a bucket with it."""
         how = self._exchange
         reaches = how.is_plain or min(how.counts) > 0
         return how.size > 1 and reaches and self._rows.is_cpu and self._length <= _MOST
 
     def sent(self) -> Tensor:
-        """Return what this rank sends, as numbers that are added to those of the others."""
+        """Return this rank's payload, float32 of shape (length,), to be summed over ranks."""
         how = self._exchange
         places = torch.zeros(len(how.spans), self._width, dtype=torch.float64)
         places[how.first : how.first + how.local_count] = self._rows[: how.local_count]
@@ -236,7 +237,7 @@ class Payload:
         return torch.cat([flags, places.view(torch.int16).flatten().float()])
 
     def received(self, total: Tensor) -> tuple[list[bool], Tensor]:
-        """Return which flags any rank has set, and the sums of rows in the order of the tree."""
+        """Return the flags set on any rank, and the tree sum of all rows, of shape (width,)."""
         count = len(self._flags)
         flags: list[bool] = (total[:count] > 0).tolist()
         words = total[count : self._length].to(torch.int16)

@@ -1,4 +1,4 @@
-"""The gradients of a step, added in the fixed tree, and sent in buckets while a backward runs."""
+"""Sums the gradients of a step in the fixed tree, and sends buckets during the last backward."""
 
 import zlib
 from collections.abc import Callable
@@ -15,22 +15,22 @@ from pardata.strategies._step import active_model
 from pardata.strategies.exact._bucket import buckets_of
 from pardata.strategies.exact._tree_all_reduce import TreeLayout
 
-_AHEAD = 2  # buckets that are sent before the first of them is added: what is received takes room
+_AHEAD = 2  # buckets in flight before the first is summed, which bounds the memory of received rows
 
 
 class GradientSums:
-    """Adds up the gradients of this rank's microbatches, and those of all ranks.
+    """The sums of gradients over this rank's microbatches, and over all ranks.
 
-    A hook on each parameter tells that its gradient is there. In a step of this model the gradient
-    is added; outside of one it is an error. Hooks and sums are neither copied nor pickled.
+    A hook on each parameter is called with its gradient. In a step of this model it adds the
+    gradient; outside of one it raises. Hooks and sums are neither copied nor pickled.
 
     Args:
-        module: whose parameters are hooked.
-        threads: as `ExactModel` was given them.
+        module: the module whose parameters get hooks.
+        threads: as in `ExactModel`.
 
     Attributes:
-        parameters: those that this step trains, by name.
-        digest: the same on all ranks which train the same.
+        parameters: the trained parameters of this step, by name.
+        digest: a hash of their names and layouts.
     """
 
     def __init__(self, module: nn.Module, threads: int) -> None:
@@ -44,18 +44,19 @@ class GradientSums:
         return GradientSums, (self.module, self.threads)
 
     def _hook_parameters(self) -> None:
-        """Hook every parameter that is not yet, frozen ones too: they may be trained later."""
+        """Register a hook on each new parameter, also on frozen ones: they may be trained later."""
         for parameter in parameters_of(self.module):
             can_be_trained = parameter.is_floating_point() or parameter.is_complex()
             if can_be_trained and parameter not in self.hooked and not parameter.is_inference():
                 trained = parameter.requires_grad
-                hook = partial(_received, ref(self))  # the parameter may outlive its wrapper
+                # Weak, because the parameter may outlive its wrapper.
+                hook = partial(_received, ref(self))
                 parameter.requires_grad_().register_post_accumulate_grad_hook(hook)
                 parameter.requires_grad_(trained)
                 self.hooked.add(parameter)
 
     def train(self, parameters: dict[str, nn.Parameter]) -> None:
-        """Say what the next step trains. Buckets live as long as that, and its layout, stay."""
+        """Set the parameters of the next step; buckets are reused if these and layouts stay."""
         self._hook_parameters()
         layouts: list[tuple[object, ...]] = [
             (p.dtype, p.shape, p.stride()) for p in parameters.values()
@@ -72,23 +73,23 @@ class GradientSums:
         """Begin a step.
 
         Args:
-            exchange: of it.
-            may_send: returns whether all ranks send the same: nothing is sent where they do not.
+            exchange: the layout of the step.
+            may_send: returns whether ranks agree; otherwise nothing is sent during the backward.
         """
         self._may_send, self._sent, self._added = may_send, 0, 0
         for bucket in self._buckets:
             bucket.begin_step(exchange)
-        # On a CPU the last one takes along what is known only after the backward.
+        # On a CPU the last bucket also carries the payload, which is known only after the backward.
         self._early = len(self._buckets) - next(self.module.parameters()).is_cpu
 
     def begin(self, microbatch: Microbatch, *, last: bool) -> None:
-        """Begin a microbatch, whose gradients come to `receive`; what counts 0 leaves none."""
+        """Begin a microbatch, whose gradients `receive` gets; one that counts 0 adds nothing."""
         self._number, self._counts, self._is_last = microbatch.number, microbatch.count > 0, last
         for bucket in self._buckets:
             bucket.begin()
 
     def receive(self, parameter: nn.Parameter) -> None:
-        """Take note that a parameter has got a gradient, be it one of several."""
+        """Handle a parameter's gradient: when a bucket is complete, add it, and perhaps send it."""
         bucket = self._bucket_of.get(parameter)
         if bucket is None:
             raise RuntimeError(
@@ -114,18 +115,18 @@ class GradientSums:
                 self._send()
 
     def end(self) -> None:
-        """End a microbatch: add what is left of it."""
+        """End a microbatch: add incomplete buckets."""
         for bucket in self._buckets:
             if not bucket.is_added and self._number >= 0:
                 bucket.take(self._number, counts=self._counts)
         for parameter in self.parameters.values():
-            parameter.grad = None  # what it came from does not count
+            parameter.grad = None  # a placeholder's
         if self._is_last:
             self._send()
 
     def _send(self) -> None:
-        """Send what is complete. Collective, as is what follows."""
-        # In the same order on every rank, whichever is complete first.
+        """Send complete buckets. Collective, as are the next methods."""
+        # In a fixed order, whichever bucket is complete first.
         while self._sent < self._early and self._buckets[self._sent].is_added and self._may_send():
             self._send_next()
 
@@ -135,48 +136,48 @@ class GradientSums:
         self._add_up(self._sent - _AHEAD)
 
     def _add_up(self, count: int) -> None:
-        """Add so many buckets, on their owners."""
+        """Sum the first `count` buckets on the owners of their elements."""
         for bucket in self._buckets[self._added : max(count, 0)]:
             bucket.sum.add()
             self._added += 1
 
     def send_rest(self, payload: Tensor | None = None) -> None:
-        """Send what is left, `payload` with the last of it.
+        """Send the remaining buckets, the last one with `payload`.
 
-        A rank that ran a placeholder alone has sent nothing before: no other collective may begin
-        until all ranks have sent the same.
+        A rank with only a placeholder has sent nothing before. So no other collective may start
+        before this.
         """
         while self._sent < len(self._buckets):
             is_last = self._sent == len(self._buckets) - 1
             self._send_next(payload if is_last else None)
 
     def finish(self) -> Tensor:
-        """Add what was sent, and return the sums of the payload."""
+        """Finish the sums, and return those of the payload."""
         self._add_up(len(self._buckets))
         return [bucket.finish() for bucket in self._buckets][-1]
 
     def used(self) -> list[bool]:
-        """Return which parameters have had a gradient here, bucket by bucket."""
+        """Return for each parameter, in bucket order, whether it had a gradient on this rank."""
         return [used for bucket in self._buckets for used in bucket.used]
 
     def set_gradients(self, used: list[bool]) -> None:
-        """Set the gradients of the parameters that are `used` on any rank."""
+        """Set ``.grad`` of the parameters that are `used` on any rank."""
         each = iter(used)
         for bucket in self._buckets:
             bucket.set_gradients([next(each) for _ in bucket.parameters])
 
 
 def _received(hooked_by: "ref[GradientSums]", parameter: nn.Parameter) -> None:
-    """Hand a gradient on to the step that is run, and refuse it where none is."""
+    """Pass a gradient to the running step; raise if no step of the model runs."""
     sums, layer = hooked_by(), active_model()
     if sums is None:
         return
     running: GradientSums | None = vars(layer).get("exact") if layer is not None else None
     if sums is running:
         sums.receive(parameter)
-    # A model may be wrapped again: then another wrapper of the same parameter runs the step.
+    # After wrapping again, the step of the newer wrapper runs.
     elif running is None or parameter not in running.hooked:
-        parameter.grad = None  # it is this rank's alone, and a later `backward` would add to it
+        parameter.grad = None  # it is not reduced, and a later `backward` would add to it
         name = name_of(parameter, sums.module.named_parameters())
         raise RuntimeError(
             f"under strategy 'exact' only `pardata.backward` must run a backward, but `{name}` got "

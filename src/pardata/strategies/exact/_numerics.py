@@ -1,9 +1,9 @@
-"""The numerics of an exact run: a record of its kernels, a probe of them, and refused settings."""
+"""The numerics of an exact run: a record, a probe of kernels, and settings that are errors."""
 
 from collections.abc import Iterable, Iterator
 
 import torch
-import torch.nn.functional as F  # noqa: N812  # the usual name
+import torch.nn.functional as F  # noqa: N812  # the usual alias
 from torch import Tensor, nn
 from torch.nn.grad import conv2d_input, conv2d_weight
 
@@ -17,16 +17,16 @@ from pardata.model._torch_internals import (
 )
 from pardata.model._unwrap import unwrap
 
-# Options of torch.compile that choose kernels by their speed.
+# Options of torch.compile that choose kernels by measured speed.
 _TIMED = "max_autotune", "max_autotune_gemm", "max_autotune_pointwise", "coordinate_descent_tuning"
 
 
 def numerics_record(device: torch.device) -> dict[str, object]:
-    """Return what decides the last bit of a kernel's result, except its input."""
+    """Return the facts, except the input, that decide the last bit of a kernel's result."""
     cpu = torch.backends.cpu.get_cpu_capability()
     return {
         "the number of threads": torch.get_num_threads() if device.type == "cpu" else None,
-        "torch": str(torch.__version__),  # a class of its own, which compares in its own way
+        "torch": str(torch.__version__),  # TorchVersion compares differently
         "the processor": cpu if device.type == "cpu" else properties_of(device).name,
         "a probe of its arithmetic": kernel_probe(device)[:16],
         "the order of sums": "a tree of halves",
@@ -34,10 +34,10 @@ def numerics_record(device: torch.device) -> dict[str, object]:
 
 
 def numerics_error(model: nn.Module, threads: int) -> RuntimeError | None:
-    """Return why a process may not compute with `model` and so many threads, if it may not.
+    """Return the error if this process cannot compute exactly with `model`, else None.
 
-    For a compiled model dynamo then fails at its limit of recompilations, in the whole process.
-    Past it, each rank would run other sizes uncompiled. An evaluation counts as well.
+    For a compiled model it also lets dynamo raise at its limit of recompilations, in the whole
+    process. Past the limit, ranks would run different sizes uncompiled. Evaluations count as well.
     """
     parts, parameters = modules_and_parameters(model)
     if any("dynamo_ctx" in part.__dict__ for part in parts):
@@ -47,11 +47,11 @@ def numerics_error(model: nn.Module, threads: int) -> RuntimeError | None:
 
 
 def _wrong_settings(parameters: Iterable[nn.Parameter], threads: int) -> Iterator[str]:
-    """Yield what lets kernels be chosen by their speed, or in other ways that no probe sees."""
+    """Yield errors for settings under which kernels vary in ways that the probe does not see."""
     if torch.backends.cudnn.benchmark:
         yield "torch.backends.cudnn.benchmark must be False, but is True: set it to False"
     on_cpu = all(one.is_cpu or one.is_meta for one in parameters)
-    if not on_cpu and torch.get_deterministic_debug_mode() < 2:  # else it raises
+    if not on_cpu and torch.get_deterministic_debug_mode() < 2:  # only level 2 raises
         yield (
             "a GPU must have deterministic algorithms, but they are off, or only warned of: call "
             "seed_everything(seed, deterministic=True), before anything runs there"
@@ -64,7 +64,7 @@ def _wrong_settings(parameters: Iterable[nn.Parameter], threads: int) -> Iterato
 
 
 def _wrong_compilations(parts: Iterable[nn.Module]) -> Iterator[str]:
-    """Yield how a part of the model was compiled so that others may get other kernels."""
+    """Yield errors for modules whose compilation may give ranks different kernels."""
     for part in parts:
         context = part.__dict__.get("dynamo_ctx")
         options = getattr(context, "compiler_config", None) or {}
@@ -85,7 +85,7 @@ def _wrong_compilations(parts: Iterable[nn.Module]) -> Iterator[str]:
 
 
 def kernel_probe(device: torch.device) -> str:
-    """Return a digest of what a device computes in each precision."""
+    """Return a hash of the results of some kernels on a device, in each precision."""
     dtypes = list(dict.fromkeys([torch.float32, widest_float_dtype(device), torch.float16]))
     asked = getattr(torch.get_device_module(device), "is_bf16_supported", None)
     if asked is None or asked(including_emulation=False):
@@ -95,7 +95,7 @@ def kernel_probe(device: torch.device) -> str:
 
 
 def _results(dtype: torch.dtype, device: torch.device) -> Iterator[Tensor]:
-    """Yield what kernels of many kinds compute, of sizes that fit their vectors and that do not."""
+    """Yield results of several kernels, for sizes that are multiples of vector widths or not."""
 
     def numbers(*shape: int) -> Tensor:
         integers = torch.arange(torch.Size(shape).numel(), dtype=torch.float64, device="cpu")

@@ -1,9 +1,9 @@
-"""A sum over ranks in the order of the fixed tree.
+"""A sum of leaves in the order of a fixed binary tree, within a rank and between ranks.
 
-In that tree is added what the microbatches of a step leave, whoever runs them. Its leaves are the
-microbatches, and its shape depends on their number alone: a node is the sum of its halves. So the
-last bit does not depend on who adds what. A rank adds what it can of its run of leaves, and is left
-with whole subtrees. Between ranks the tree adds their sums.
+A leaf is a vector of one microbatch, for example a gradient. The shape of the tree depends only on
+the number of microbatches: a node is the sum of its two halves. So the bits do not depend on the
+ranks. A rank sums its range of leaves to complete subtrees. Between ranks, the sums of these are
+added in the order of the tree.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,26 +19,26 @@ from pardata.environment._world import world
 
 _T = TypeVar("_T")
 
-# The leaves from the first number up to the second.
+# A half-open range of leaves.
 Span: TypeAlias = tuple[int, int]
 
-# The second is the name until torch 2.14, where it warns.
+# `all_gather_into_tensor` can go with torch 2.14, in which it warns.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-# What is added in place of nothing: it changes no bit of any number, and 0.0 would: of -0.0.
+# The additive identity: x + -0.0 has the bits of x for every x, but -0.0 + 0.0 is 0.0.
 IDENTITY = -0.0
 
 
 class TreeStack(Generic[_T]):
-    """Adds what comes from left to right, as soon as two are the halves of a node.
+    """Sums values from left to right; adds two as soon as they are the halves of a node.
 
     Args:
-        count: the leaves of the tree.
-        add: returns the sum of the two, in the memory of the left one if it likes.
+        count: number of leaves of the tree.
+        add: returns the sum of two values; may write to the left one.
 
     Attributes:
-        subtrees: those that are left: the leaves and the sum of each. The sum is None if the
-            leaves left nothing.
+        subtrees: the remaining subtrees: their range of leaves and their sum, None if all their
+            leaves are None.
     """
 
     def __init__(self, count: int, add: Callable[[_T, _T], _T]) -> None:
@@ -46,7 +46,7 @@ class TreeStack(Generic[_T]):
         self.subtrees: list[tuple[Span, _T | None]] = []
 
     def push(self, span: Span, value: _T | None) -> None:
-        """Add what follows on the right; nothing changes no bit of what it is added to."""
+        """Add the value of the next leaves, `span`; None leaves the bits of the other half."""
         start, high = span
         while self.subtrees and (self.subtrees[-1][0][0], high) in self._nodes:
             (start, _), left = self.subtrees.pop()
@@ -55,15 +55,15 @@ class TreeStack(Generic[_T]):
         self.subtrees.append(((start, high), value))
 
     def total(self) -> _T:
-        """Return the sum of all leaves, of which at least one has left something."""
+        """Return the sum of all leaves, at least one of which must have a value."""
         ((_, total),) = self.subtrees
-        assert total is not None  # noqa: S101  # see above
+        assert total is not None  # noqa: S101  # the caller's duty
         return total
 
 
 @lru_cache
 def _nodes(count: int) -> frozenset[Span]:
-    """Return the leaves of each sum in a tree of so many."""
+    """Return the range of leaves of each inner node of a tree with `count` leaves."""
     nodes, ahead = set[Span](), [(0, count)]
     while ahead:
         low, high = ahead.pop()
@@ -76,7 +76,7 @@ def _nodes(count: int) -> frozenset[Span]:
 
 @lru_cache
 def subtrees_by_rank(count: int, size: int) -> tuple[tuple[Span, ...], ...]:
-    """Return, for each of `size` ranks, the subtrees that it is left with.
+    """Return for each of `size` ranks the complete subtrees in its range of leaves.
 
     >>> subtrees_by_rank(6, 2), subtrees_by_rank(4, 3)
     ((((0, 3),), ((3, 6),)), (((0, 2),), ((2, 3),), ((3, 4),)))
@@ -89,17 +89,18 @@ def subtrees_by_rank(count: int, size: int) -> tuple[tuple[Span, ...], ...]:
 
 
 class TreeLayout:
-    """How the ranks add up vectors in a step of `count` microbatches.
+    """The layout of a tree sum over ranks, in a step of `count` microbatches.
 
-    One rank, its owner, adds each element: all ranks send it the sums of their subtrees, and it
-    sends them the whole sum. Two ranks with a subtree each use an all-reduce, which is the same.
+    Each element of a vector has an owner. All ranks send it their subtree sums (all-to-all), it
+    adds these in the order of the tree, and all gather the result. On two ranks with one subtree
+    each, an all-reduce is the same sum.
 
     Attributes:
-        spans: the leaves of each subtree of all ranks, in rank order.
-        counts: how many subtrees each rank has.
-        local_count: how many this rank has.
-        first: the place of the first of them among those of all ranks.
-        is_plain: whether an all-reduce is the same.
+        spans: the range of leaves of each subtree of all ranks, in rank order.
+        counts: number of subtrees of each rank.
+        local_count: number of subtrees of this rank.
+        first: the index of this rank's first subtree in `spans`.
+        is_plain: whether to use an all-reduce.
     """
 
     def __init__(self, count: int) -> None:
@@ -109,13 +110,14 @@ class TreeLayout:
         self.spans = [span for spans in subtrees for span in spans]
         self.counts = list(map(len, subtrees))
         self.local_count, self.first = self.counts[current.rank], sum(self.counts[: current.rank])
-        # The all-reduce of an accelerator may add in a switch, or without the smallest numbers.
+        # Not on accelerators, whose all-reduce may add in a network switch, or flush denormals.
         self.is_plain = current.size == 2 and max(self.counts) == 1 and current.device.type == "cpu"
 
     def rows(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return room for the sums of this rank's subtrees, one row at least.
 
-        It is longer than a vector, because each rank owns equally much.
+        The length is padded to a multiple of the world size, because all ranks own equally many
+        elements.
         """
         padded = -(-max(length, 1) // self.size) * self.size
         rows = torch.empty(max(1, self.local_count), padded, dtype=dtype, device=device)
@@ -123,7 +125,7 @@ class TreeLayout:
         return rows
 
     def total(self, sums: Iterable[Tensor]) -> Tensor:
-        """Return what the tree makes of the sums of the subtrees of all ranks, in rank order."""
+        """Return the tree sum of all ranks' subtree sums, in rank order; it may overwrite them."""
         stack = TreeStack[Tensor](self.count, Tensor.add_)
         for span, value in zip(self.spans, sums, strict=True):
             stack.push(span, value)
@@ -131,17 +133,17 @@ class TreeLayout:
 
 
 class TreeAllReduce:
-    """A sum on its way: `add` it on each rank, and then take the `result`, in the same order.
+    """A tree sum in progress; all ranks call `add`, then `result`, in the same order.
 
     Args:
         exchange: of the step.
-        rows: as it has given them; they are written to. Collective.
+        rows: from `TreeLayout.rows`, of shape (rows, padded); they are overwritten. Collective.
     """
 
     def __init__(self, exchange: TreeLayout, rows: Tensor) -> None:
         self._exchange = exchange
         self._length = rows.shape[1]
-        # The memory of the sums: of the only row, so that it lies alike whatever there is to send.
+        # The result overwrites the only row, if there is one.
         self._sums = rows[0] if exchange.local_count < 2 else None
         self._work: Any = None
         if exchange.is_plain:
@@ -150,7 +152,7 @@ class TreeAllReduce:
             self._send(rows[: exchange.local_count])
 
     def _send(self, rows: Tensor) -> None:
-        """Send each owner its part of each sum."""
+        """Send each owner its chunk of each row, of shape (rows, chunk)."""
         how, chunk = self._exchange, self._length // self._exchange.size
         self._received = rows.new_empty(len(how.spans), chunk)
         self._sent = rows.view(how.local_count, how.size, chunk).transpose(0, 1).reshape(-1)
@@ -159,7 +161,7 @@ class TreeAllReduce:
         self._work = dist.all_to_all_single(received, self._sent, *counts, async_op=True)
 
     def add(self) -> None:
-        """Add what this rank owns, and begin to send it to the others. Collective."""
+        """Sum the elements that this rank owns, and start the all-gather. Collective."""
         if self._exchange.size == 1 or self._exchange.is_plain:
             return
         self._work.wait()
@@ -170,8 +172,8 @@ class TreeAllReduce:
         del self._received, self._sent
 
     def result(self) -> Tensor:
-        """Return the sums, as soon as they are there."""
+        """Wait for the sums and return them, of shape (padded,)."""
         if self._work is not None:
             self._work.wait()
-        assert self._sums is not None  # noqa: S101  # it was added
+        assert self._sums is not None  # noqa: S101  # `add` has set it
         return self._sums

@@ -29,7 +29,7 @@ from pardata.environment._launchers import detect_launch
 
 
 def main(arguments: list[str]) -> int:
-    """Do what the command line says, and return the exit status."""
+    """Run the command, and return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m pardata",
         description=__doc__,
@@ -41,21 +41,21 @@ def main(arguments: list[str]) -> int:
     how_long = "how long to wait for other ranks (default: 60)"
     parser.add_argument("--timeout", type=float, default=60, metavar="SECONDS", help=how_long)
     chosen = parser.parse_args(arguments)
-    # What waits for other ranks ends by itself and says why, the wait for the store of torch only
-    # after twice its timeout. Whatever else hangs ends here, and shows where it was.
+    # Waits for other ranks have a timeout, the one for torch's store twice that. Any other hang
+    # ends here, with its stack.
     faulthandler.dump_traceback_later(2 * chosen.timeout + 15, exit=True)
     return report(chosen.command, chosen.timeout, as_json=chosen.json)
 
 
 def report(command: str, timeout: float, *, as_json: bool = False) -> int:
-    """Print what "env" or "check" finds, on rank 0 and where something fails; return the status."""
+    """Print the findings of "env" or "check" on rank 0, errors on each rank; return the status."""
     prints, fails = True, False
     try:
         launch = detect_launch(os.environ)
         prints = launch.rank == 0
         is_check = command == "check"
         findings = check(launch, timeout) if is_check else list(environment(launch, os.environ))
-    except Exception as error:  # noqa: BLE001  # whatever goes wrong is what is looked for
+    except Exception as error:  # noqa: BLE001  # an error of any type is a finding
         text = str(error).partition("\n\n")[0]  # then come stacks
         findings, fails = [Finding(command, text or type(error).__name__)], True
     if prints or fails:

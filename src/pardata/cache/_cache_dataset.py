@@ -28,7 +28,7 @@ def cache_dataset(
     *,
     num_workers: int | Literal["auto"] = "auto",
 ) -> "CachedDataset":
-    """Decode `dataset` once into memory-mapped files, and return a dataset that reads those.
+    """Decode `dataset` once into memory-mapped files, and return a dataset that reads these files.
 
     `make_loader` reads it by whole batches, some hundred times as fast. All ranks and workers of a
     node share one copy of the pages, and the next run finds the files. Several processes build
@@ -50,8 +50,8 @@ def cache_dataset(
         dataset: map-style, with ``__getitem__`` and ``__len__``.
         directory: where the files go, one directory for each dataset. Other files in it are left
             alone. By default it is a folder below ``$PARDATA_CACHE``, or else in the user's cache
-            directory. Its name holds all that tells one dataset from another: a changed one gets
-            another folder. The old one stays until you remove it.
+            directory. Its name has a hash of the dataset's length, class, transform and contents,
+            so a changed dataset gets another folder. The old one stays until you remove it.
         num_workers: processes that decode; ``"auto"`` takes the cores of the node.
 
     Raises:
@@ -96,7 +96,7 @@ class CachedDataset(BatchReadable):
     """The samples of a dataset, read from files; made by `cache_dataset`.
 
     Attributes:
-        source: the dataset that was cached, for its ``classes`` and the like. It is ``None`` in a
+        source: the dataset that was cached, for attributes as ``classes``. It is ``None`` in a
             process to which this was sent, as a worker that ``"spawn"`` starts.
         directory: where the files are.
     """

@@ -38,13 +38,12 @@ Templates: TypeAlias = dict[KeyPath, Tensor]
 
 @dataclass(frozen=True)
 class Restored:
-    """What `Checkpointer.restore` found: true if there was a checkpoint.
+    """The result of `Checkpointer.restore`; true if there was a checkpoint.
 
     Attributes:
-        step: at which it was saved; 0 if there was none.
-        values: by name, what was saved that has no state of its own; tensors on the CPU. Of what
-            was saved `per_rank` it has this rank's, and nothing if there are more or fewer ranks
-            now.
+        step: the step of the checkpoint; 0 if there was none.
+        values: the saved values by name, with tensors on the CPU. Values saved `per_rank` are this
+            rank's, and missing if the number of ranks differs from the save's.
     """
 
     step: int = 0

@@ -1,4 +1,4 @@
-"""Collectives that compare what ranks pass first; barrier, rank-0 sections, stop signal."""
+"""Collectives that first compare the ranks' values; barrier, rank-0 sections, stop signal."""
 
 from pardata.collectives._all_gather import all_gather, broadcast
 from pardata.collectives._all_reduce import (

@@ -34,7 +34,7 @@ def all_gather(value: _T, *, differentiable: bool = False) -> list[_T]:
     returns ``[value]``, copied.
 
     Args:
-        value: what this rank has.
+        value: the value of this rank.
         differentiable: let gradients flow back to the rank that has the tensor; by default tensors
             carry none. A rank's tensor gets the sum of the gradients of all ranks' losses. So
             `backward`, and ``loss.backward()`` under ``"ddp"``, give the gradient of the mean of
@@ -100,7 +100,7 @@ class _DifferentiableAllGather(torch.autograd.Function):
 
 
 def broadcast(value: _T) -> _T:
-    """Return rank 0's `value` on every rank; what the others pass is not looked at. Collective.
+    """Return rank 0's `value` on every rank; the others' is ignored. Collective.
 
     `value` is anything that can be pickled, tensors of any dtype, shape and size included, alone or
     inside other objects. What was on the CPU comes on the CPU, and what was on rank 0's GPU on the

@@ -90,8 +90,8 @@ class CheckedCollective:
         again.
 
         Raises:
-            RuntimeError: on every rank, if one refused its value or the structures differ; the
-                rank that refused raises its own error.
+            RuntimeError: on every rank: the structures differ, or a rank has captured an error,
+                which it raises itself.
         """
         numbers: list[float] = self.capture(pack, [])
         if self.world.size == 1:

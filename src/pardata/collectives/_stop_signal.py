@@ -20,11 +20,11 @@ _REPEATED_WITHIN = 1.0  # seconds; on the cluster of the tests it took 4 to 20 m
 
 
 class StopSignal:
-    """Within the block, a signal asks the run to stop, and `agreed` tells all ranks when.
+    """In the block a signal asks the run to stop; `agreed` is then True on all ranks at one step.
 
     The block only notes a signal. Launchers repeat it, so a run that stops waits a second at the
     end of the block. In another thread than the main one, as under Ray Train, Python cannot listen
-    to signals. That is logged once, and `agreed` still hears of the other ranks' signals.
+    to signals. That is logged once, and `agreed` still returns True after a signal on another rank.
 
     Args:
         signals: SIGTERM and SIGUSR2 if none are given.
@@ -82,7 +82,7 @@ class StopSignal:
         """Raise, because it would always be true.
 
         Raises:
-            TypeError: always; it says what to ask instead.
+            TypeError: always.
         """
         raise TypeError("a StopSignal must not be taken for True or False: call its `agreed()`")
 

@@ -97,8 +97,8 @@ class IterableFetcher(IterableDataset[FetchedStep]):
             isinstance(leaf, _HASHED) or hasattr(leaf, "tobytes")
             for _, leaf in leaves_with_path(ends)
         )
-        tells_ranks_apart = self.is_sharded and not all(has_hash)
-        return content_hash(ends) + (f" of rank {self.plan.rank}" if tells_ranks_apart else "")
+        with_rank = self.is_sharded and not all(has_hash)
+        return content_hash(ends) + (f" of rank {self.plan.rank}" if with_rank else "")
 
     def _fetched(
         self, step: StepInfo, runs: list[range], read: list[Any], digest: str

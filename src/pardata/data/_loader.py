@@ -74,7 +74,7 @@ class Loader:
 
     @property
     def sampler(self) -> NoReturn:
-        """Nothing: whoever asks for one would skip or share out what the loader does itself."""
+        """Raises, because code that asks for a sampler would skip or divide samples itself."""
         raise AttributeError(
             "a loader has no `sampler`, because it resumes by itself: leave out accelerate's "
             "skip_first_batches, or pass ignore_data_skip=True to transformers' Trainer"
@@ -82,11 +82,11 @@ class Loader:
 
     @property
     def batch_sampler(self) -> SimpleNamespace:
-        """What has the loader as its `sampler`: there Lightning finds ``set_epoch``."""
+        """An object with the loader as `sampler`, in which Lightning finds ``set_epoch``."""
         return SimpleNamespace(sampler=self)
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Run what is left of `count` epochs: ``for epoch in loader.epochs(count)``.
+        """Run the remaining ones of `count` epochs: ``for epoch in loader.epochs(count)``.
 
         A new loader begins at the first epoch. After `load_state_dict` it runs the rest of the
         epoch in which the state was saved: no batch, if that was after the last one. Epochs that

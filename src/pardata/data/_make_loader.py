@@ -89,8 +89,8 @@ def make_loader(
         sharded: the ``IterableDataset`` yields, on each rank and worker, samples that no other
             yields. Each rank batches them in the order in which they come. The epoch ends when all
             ranks have run out, and a rank that ran out before gets empty batches. With `drop_last`
-            it ends as soon as one rank cannot fill its share. ``get_worker_info()`` tells a worker
-            its number. Take the rank from `world` when you make the dataset.
+            it ends as soon as one rank cannot fill its share. ``get_worker_info()`` has the number
+            of the worker. Take the rank from `world` when you make the dataset.
         num_workers: per rank. ``"auto"`` is 0 for a dataset that is read by whole batches.
             Otherwise it is the number of cores that this rank may use, less one, at most 8.
         seed: of the order, the samples and the workers. ``None`` is rank 0's
@@ -122,8 +122,8 @@ def make_loader(
             them or a batch size with a `batch_sampler`. Or a shuffled last batch has fewer samples
             than ranks.
         RuntimeError: ranks disagree on the arguments, or on the indices and file names that the
-            dataset lists; a table says who has what. Or no group was joined. All errors come on
-            every rank.
+            dataset lists; the error has a table. Or no group was joined. All errors come on every
+            rank.
 
     >>> data = torch.utils.data.TensorDataset(torch.arange(5))
     >>> [batch.tolist() for (batch,) in make_loader(data, batch_size=2)]

@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 
 class Microbatches(Sequence[_T]):
-    """This rank's microbatches of one step: what a loader with a `microbatch_size` yields.
+    """This rank's microbatches of one step, as a loader with a `microbatch_size` yields.
 
     A sequence of what ``collate_fn`` returns for each; it is empty on a rank that has none. Loaders
     make them. `Microbatches.of` makes them of batches that no loader made.
@@ -86,7 +86,7 @@ class Microbatches(Sequence[_T]):
             epoch: as `step`.
 
         Raises:
-            TypeError: a batch does not tell how many samples it has.
+            TypeError: the number of samples of a batch is unclear.
             ValueError: ranks have none, or not equally many.
 
         >>> Microbatches.of([torch.ones(2, 3), torch.ones(1, 3)], step=5)

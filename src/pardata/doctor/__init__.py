@@ -1,1 +1,1 @@
-"""`python -m pardata`: what is here, and does it work?"""
+"""`python -m pardata`: checks of the launcher, devices, limits and communication."""

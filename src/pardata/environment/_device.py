@@ -186,7 +186,7 @@ def broadcast_together(tensors: list[Tensor], group: Any = None) -> None:
 
 
 def sequence_number(group: Any) -> int:
-    """Return how many collectives this rank has started in `group`; 0 if its backend says nothing.
+    """Return the number of collectives that this rank has started in `group`, 0 if unknown.
 
     Args:
         group: a process group; None for the default one.

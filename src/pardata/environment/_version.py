@@ -1,3 +1,3 @@
-"""The version: of the distribution, in checkpoints, in what the doctor prints."""
+"""The version of the distribution, which checkpoints record."""
 
 __version__ = "0.1.0"

@@ -33,7 +33,7 @@ class World(AbstractContextManager["World"]):
     """The processes of this run, seen from one of them. Returned by `init` and `world`.
 
     As a context manager it leaves, at the end of the block, the group that `init` joined. If an
-    exception leaves the block the other ranks are told of it, whoever catches it outside.
+    exception leaves the block, the other ranks get an error too, even if it is caught outside.
 
     Attributes:
         rank: number of this process, 0 to `size` - 1.
@@ -105,7 +105,7 @@ class GroupState:
 
 
 class Process:
-    """The state of this process; `group_state` tells whether it is still valid.
+    """The state of this process; `group_state` returns it if it is still valid.
 
     Attributes:
         state: the state that `init` has set.

@@ -21,7 +21,7 @@ def materialize(module: nn.Module, device: torch.device) -> dict[Tensor, Tensor]
     """
     made: dict[Tensor, Tensor] = {}
     held = [h for part in module.modules() for h in direct_tensors(part)]
-    for own, name, tensor in [(h, name, t) for h in held for name, t in h.items()]:
+    for holder, name, tensor in [(h, name, t) for h in held for name, t in h.items()]:
         if tensor is None or hasattr(tensor, "device_mesh") or tensor.device == device:
             continue
         if tensor not in made:
@@ -31,7 +31,7 @@ def materialize(module: nn.Module, device: torch.device) -> dict[Tensor, Tensor]
                 continue
             is_parameter = isinstance(tensor, nn.Parameter)
             made[tensor] = nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved
-        own[name] = made[tensor]
+        holder[name] = made[tensor]
     return made
 
 
@@ -55,11 +55,13 @@ def reshard(module: nn.Module) -> None:
 
 def reset_after_error(module: Any) -> None:
     """Drop all gradients and reset the state of FSDP after a failed step."""
-    for own in _sharded(module):
-        if not hasattr(type(own), "unsharded_accumulated_grad"):  # a property from torch 2.15 on
-            own.unsharded_accumulated_grad = None
-        if hasattr(own, "_unsharded_param"):  # PyTorch's reset does not clear it
-            own._unsharded_param.grad = None
+    for parameter in _sharded(module):
+        if not hasattr(
+            type(parameter), "unsharded_accumulated_grad"
+        ):  # a property from torch 2.15 on
+            parameter.unsharded_accumulated_grad = None
+        if hasattr(parameter, "_unsharded_param"):  # PyTorch's reset does not clear it
+            parameter._unsharded_param.grad = None
     reset_iter_state(module)
 
 
@@ -97,4 +99,4 @@ def _states(module: nn.Module) -> list[tuple[Any, list[Any]]]:
     states = [part._get_fsdp_state() for part in parts]
     name = "_fsdp_param_groups"  # an older torch has one group, and the name without the "s"
     groups = [getattr(s, name, None) or [getattr(s, name[:-1], None)] for s in states]
-    return [(s, [g for g in own if g]) for s, own in zip(states, groups, strict=True)]
+    return [(s, [g for g in some if g]) for s, some in zip(states, groups, strict=True)]

@@ -23,7 +23,7 @@ NO_ASSIGN = "`assign` must be False for a wrapped model: assign to the module be
 
 
 class LoadedKeys(NamedTuple):
-    """What `load_weights` returns: the names that only the model, or only the weights, have."""
+    """The result of `load_weights`: names that only the model, or only the weights, have."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]

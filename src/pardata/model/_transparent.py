@@ -112,9 +112,9 @@ class TransparentWrapper(nn.Module):
 
     def _log_hidden_names(self) -> None:
         """Warn of attributes of the wrapper that hide different ones of the module."""
-        own = {*vars(self), *self._modules, *dir(type(self))}
+        hiding = {*vars(self), *self._modules, *dir(type(self))}
         names = {*dir(self.module)} - {*dir(nn.Module), "training"}
-        for name in sorted(name for name in names & own if not name.startswith("_")):
+        for name in sorted(name for name in names & hiding if not name.startswith("_")):
             with suppress(Exception):  # a user's property may raise anything
                 if getattr(self, name) == getattr(self.module, name):
                     continue
@@ -137,7 +137,7 @@ def forbid_unsynced_forward(wrapper: Any, name: str) -> Iterator[None]:
         if runs or not torch.is_grad_enabled() or in_backward():
             return
         trains = any(parameter.requires_grad for parameter in module.parameters())
-        if trains and any(own is module for own in wrapper.module.modules()):
+        if trains and any(part is module for part in wrapper.module.modules()):
             raise RuntimeError(
                 f"`{name}` must not train through DistributedDataParallel, but it runs "
                 f"{type(module).__name__} with gradients, which would not be synchronised: "

@@ -34,7 +34,7 @@ class ShardedModule(ABC):  # noqa: B024  # only for isinstance
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the module inside what `wrap_model` and ``torch.compile`` put around it.
+    """Return the module inside the wrappers of `wrap_model` and ``torch.compile``.
 
     It takes off DataParallel, DistributedDataParallel and strategy ``"exact"``, in any nesting. A
     module that is not wrapped, or that ``fully_shard`` changed in place (strategy ``"fsdp"``),

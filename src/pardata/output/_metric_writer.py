@@ -21,11 +21,11 @@ _log = get_logger(__name__)
 class MetricWriter(AbstractContextManager["MetricWriter"]):
     """Writes scalars on rank 0 to ``metrics.jsonl``, and for TensorBoard if it is installed.
 
-    Every rank may call everything; the others write nothing. Not collective: write what
-    `all_reduce_mean` returned, or it is rank 0's share alone. It appends lines and flushes each
-    one, so a run that resumes in the same directory appends to the same file. A last line that was
-    cut off, when its run was killed, is moved to ``metrics.removed.jsonl``. Usable as a context
-    manager.
+    Every rank may call everything; the others write nothing. Not collective: write results of
+    `all_reduce_mean`, because a local value is that of rank 0's samples only. It appends lines and
+    flushes each one, so a run that resumes in the same directory appends to the same file. A last
+    line that was cut off, when its run was killed, is moved to ``metrics.removed.jsonl``. Usable as
+    a context manager.
 
     Args:
         directory: made if it is not there.

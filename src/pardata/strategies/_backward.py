@@ -137,7 +137,7 @@ def backward(
 
     Raises:
         TypeError: `model` is no module, the loss is no tensor of one element, or a metric is no
-            number or has a row for each sample. Or `batch` does not tell how many samples it has.
+            number or has a row for each sample. Or the number of samples of `batch` is unclear.
         ValueError: a `count` is negative or not finite, all counts are 0, or the model is under
             ``no_sync()``.
         RuntimeError: `loss_fn` did not run `model` (one process checks that in the first step), or

@@ -22,10 +22,10 @@ from pardata.store._round import exchange, raise_if_different
 from pardata.strategies._forward import scalar_loss, upcast
 from pardata.strategies._loss_weights import positive
 
-# Layout of the message, of shape (26,): the count, 3 hashes, their squares, up to 19 weighted sums.
+# Layout of the message, of shape (26,): the count, 3 hashes, their squares, 19 weighted sums.
 _HASHES = 3
 _FRONT = 1 + 2 * _HASHES
-_ROOM = 19
+_VALUES = 19
 # The last compared structure of metrics that do not fit in the message, by model.
 _compared = WeakKeyDictionary[nn.Module, str]()
 
@@ -145,16 +145,16 @@ class StepMetrics:
         are compared only later.
         """
         values = self.sums()
-        self._rest = values[_ROOM:]
+        self._rest = values[_VALUES:]
         rest = self.structure() if len(self._rest) else ""
         if not values.is_cpu and _compared.get(layer) != rest and size == world().size:
             self.raise_of_structures()
             _compared[layer] = rest
         front = [self.count, *fingerprint_slots(f"{self.step} {self.structure()}", size)]
-        ends = torch.tensor(front + [0] * (_ROOM - len(values)), dtype=torch.float64)
+        ends = torch.tensor(front + [0] * (_VALUES - len(values)), dtype=torch.float64)
         if not values.is_cpu:
             ends = ends.pin_memory().to(values.device, non_blocking=True)
-        return torch.cat([ends[:_FRONT], values[:_ROOM], ends[_FRONT:]])
+        return torch.cat([ends[:_FRONT], values[:_VALUES], ends[_FRONT:]])
 
     def receive(self, sums: Tensor, size: int, group: Any) -> None:
         """Set the means from the sums of all messages, of shape (26,). Collective.
@@ -211,7 +211,7 @@ class StepMetrics:
         return self._vector(*self._seen[-1])
 
     def _vector(self, leaves: list[Leaf], count: float) -> Tensor:
-        """Return the numbers of a microbatch, times its count but for those of a `Mean`."""
+        """Return a microbatch's leaves in a vector, times its count, but not those of a `Mean`."""
         flat = torch.cat(list(map(self._flat, leaves[: self._weighted]))) * count
         parts = list(map(self._flat, leaves[self._weighted :]))
         return torch.cat([flat, *parts]) if parts else flat

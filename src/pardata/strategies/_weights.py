@@ -70,9 +70,9 @@ def check_in_sync(model: nn.Module) -> None:
     """Raise on every rank if parameters or buffers differ between ranks. Collective.
 
     It compares bits, so NaN equals NaN and 0.0 is not -0.0, and also buffers that are registered
-    with ``persistent=False``. Under ``"fsdp"`` it compares what every rank holds whole, and the
-    shards that a mesh of two dimensions puts on several ranks. Other shards have no second copy to
-    differ from. In a single process there is nothing to compare.
+    with ``persistent=False``. Under ``"fsdp"`` it compares replicated tensors, and the shards that
+    a mesh of two dimensions puts on several ranks. Other shards have no second copy to differ from.
+    In a single process there is nothing to compare.
 
     Raises:
         TypeError: `model` is no module; on every rank.

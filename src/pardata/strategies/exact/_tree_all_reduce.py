@@ -114,7 +114,7 @@ class TreeLayout:
         self.is_plain = current.size == 2 and max(self.counts) == 1 and current.device.type == "cpu"
 
     def rows(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return room for the sums of this rank's subtrees, one row at least.
+        """Return an empty tensor for this rank's subtree sums, of shape (max(1, n), padded).
 
         The length is padded to a multiple of the world size, because all ranks own equally many
         elements.

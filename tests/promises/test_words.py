@@ -25,6 +25,22 @@ BAD_WORD = re.compile(rf"\b({'|'.join(BANNED)})\b", re.IGNORECASE)
 BAD_BEGINNING = re.compile(r"(of|which|for|but)\b", re.IGNORECASE)
 MARK = r"(noqa|type: ignore|pyright: ignore)(: ?[A-Z0-9, ]+|\[[\w, -]*\])?"
 NO_REASON = re.compile(rf"(# )?{MARK}(\s*# {MARK})*\s*(# (likewise|as above).*)?$")
+# Words of our own where PyTorch's docs have one: a rank is sent a value, and not told it.
+DIALECT = {
+    *("tell", "tells", "told", "say", "said", "hear", "hears", "heard", "doing", "whereabouts"),
+    *("rider", "riders", "parcel", "parcels", "guest", "guests", "verdict", "verdicts", "tally"),
+    *("settle", "settles", "settled", "door", "doors", "room", "rooms", "house", "houses"),
+}
+# These are right in a sentence, and in a name they are "local", "full", "remaining", "registry".
+IN_NAMES = {"own", "whole", "here", "left", "likes", "known"}
+# Names in which the plain English word is the right one: file and identifier.
+RIGHT = {
+    ("checkpoint/_manifest.py", "tell"),  # a method of files
+    ("data/_sampler.py", "bisect_left"),
+    ("strategies/exact/_bucket.py", "left"),  # of the two halves of a node
+    ("strategies/exact/_tree_all_reduce.py", "left"),
+    ("strategies/exact/_tree_all_reduce.py", "_left"),
+}
 CODE = re.compile(r"\s*(>>>|=====|Examples?:)")
 SECTION = re.compile(r"(Args|Attributes|Raises|Returns):$")
 # What begins a sentence in any case: an argument, with its name, and an item of a list.
@@ -89,6 +105,57 @@ def faults(text):
             yield line, f"no reason: {comment}"
         if bad := BAD_WORD.search(re.sub(r"`.*?`", "X", comment)):
             yield line, f"{bad[0]!r}: {comment}"
+
+
+def identifiers(text):
+    """Yield each identifier of a file, those in f-strings too, with its line."""
+    for node in ast.walk(ast.parse(text)):
+        for field in ("name", "asname", "id", "attr", "arg"):
+            if isinstance(identifier := getattr(node, field, None), str):
+                yield node.lineno, identifier
+
+
+def dialect(text, name=""):
+    """Yield the words of the dialect in a file: in its identifiers, comments and docstrings."""
+    for line, identifier in identifiers(text):
+        words = {*identifier.lower().split("_")} & (DIALECT | IN_NAMES)
+        if words and (name, identifier) not in RIGHT:
+            yield line, f"{min(words)!r} in the name {identifier}"
+    for line, prose in [*docstrings(text), *comments(text)]:
+        words = re.findall(r"\w+", re.sub(r"``.*?``|`.*?`", "X", prose, flags=re.DOTALL).lower())
+        for word in sorted(DIALECT.intersection(words)):
+            yield line, f"{word!r} in: {prose[:80]} …"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_words_are_those_of_the_field(name):
+    found = [
+        f"{name}:{line}: {fault}" for line, fault in dialect((SOURCE / name).read_text(), name)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_each_exception_from_the_words_is_in_use():
+    for name, identifier in RIGHT:
+        assert identifier in {found for _, found in identifiers((SOURCE / name).read_text())}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "own_tensors = 1",
+        "def f():\n    return left",
+        "class Verdict: ...",
+        "x = f'{here.rank}'",
+        "f(likes=1)",
+        "import a as known",
+        '"""Return what all ranks have told."""',
+        "x = 1  # each with room of\n# its own",
+    ],
+)
+def test_a_word_of_the_dialect_is_found(text):
+    assert len(list(dialect(text))) == 1
+    assert not list(dialect("bisect_left(1)", "data/_sampler.py"))
 
 
 @pytest.mark.parametrize("name", FILES)

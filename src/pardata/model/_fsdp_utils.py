@@ -56,9 +56,8 @@ def reshard(module: nn.Module) -> None:
 def reset_after_error(module: Any) -> None:
     """Drop all gradients and reset the state of FSDP after a failed step."""
     for parameter in _sharded(module):
-        if not hasattr(
-            type(parameter), "unsharded_accumulated_grad"
-        ):  # a property from torch 2.15 on
+        # A property from torch 2.15 on.
+        if not hasattr(type(parameter), "unsharded_accumulated_grad"):
             parameter.unsharded_accumulated_grad = None
         if hasattr(parameter, "_unsharded_param"):  # PyTorch's reset does not clear it
             parameter._unsharded_param.grad = None

@@ -15,8 +15,8 @@ def seed_everything(seed: int, *, per_rank: bool = False, deterministic: bool = 
     """Seed Python's, NumPy's (if installed) and PyTorch's generators, on all devices.
 
     It returns the seed that was used. Not collective. One call, before the model is built, is
-    enough. `backward` draws a model's random numbers (for dropout, say) from seeds made of this
-    one, which differ between ranks. The loader seeds its order and workers from its own seed.
+    enough. `backward` draws a model's random numbers, for example for dropout, from seeds made of
+    this one, which differ between ranks. The loader seeds its order and workers from its own seed.
 
     Args:
         seed: 0 to 2**63 - 1. Equal on all ranks, so that they build equal models.

@@ -110,7 +110,7 @@ class CheckedCollective:
 
         def sums() -> list[float]:
             back = wait()
-            if not fingerprints_match(back[:_FIRST], self.here.size):
+            if not fingerprints_match(back[:_FIRST]):
                 self._raise_mismatch()
                 self.wire_dtypes = [None] * len(self.leaves)  # they differ in these alone
             return back[_FIRST : _FIRST + len(numbers)]
@@ -231,22 +231,21 @@ def number_of(leaf: Any, path: KeyPath, name: str = "value") -> Leaf:
 
 @functools.lru_cache(maxsize=64)  # a training loop reduces the same few structures
 def fingerprint_slots(text: str, size: int) -> list[int]:
-    """Return hashes of `text` and then their squares, whose sums tell whether all ranks agree.
+    """Return hashes of `text`, and `size` times their squares: `fingerprints_match` takes the sums.
 
-    They are so small that float64 adds the squares of all ranks without rounding.
+    They are so small that float64 adds those of `size` ranks, and squares a sum, without rounding.
     """
-    bits = min(20, (53 - (size - 1).bit_length()) // 2)
+    bits = min(20, 26 - (size - 1).bit_length())
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little")
     hashed = [digest >> bits * n & (2**bits - 1) for n in range(_HASHES)]
-    return [*hashed, *(h * h for h in hashed)]
+    return [*hashed, *(size * h * h for h in hashed)]
 
 
-def fingerprints_match(sums: Sequence[float], size: int) -> bool:
+def fingerprints_match(sums: Sequence[float]) -> bool:
     """Decide from the sums of all ranks' `fingerprint_slots` whether they are of the same text.
 
     By Cauchy and Schwarz, W times the sum of squares is the square of the sum exactly if all
-    terms are equal. In integers, so without rounding.
+    terms are equal.
     """
     half = len(sums) // 2
-    pairs = zip(sums[:half], sums[half:], strict=True)
-    return all(size * int(square) == int(first) ** 2 for first, square in pairs)
+    return all(a * a == b for a, b in zip(sums[:half], sums[half:], strict=True))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
 
-from pardata.environment._device import has_streams
+from pardata.environment._device import without_wait
 
 # --- looked at: whether a dataset is still what it was, and where tensors are made
 
@@ -90,10 +90,7 @@ def rows_of(tensor: Tensor, indices: Tensor) -> Tensor:
     """Return ``tensor[indices]``, which takes ten times as long as picking rows from the front."""
     if tensor.device != indices.device:
         # A GPU does not say that an index is out of range: it stops, and the process with it.
-        indices = _from_the_front(indices, len(tensor))
-        if queued := has_streams(tensor.device):
-            indices = indices.pin_memory()  # so that nobody waits for the copy
-        indices = indices.to(tensor.device, non_blocking=queued)
+        indices = without_wait(_from_the_front(indices, len(tensor)), tensor.device)
     if (signed := _SIGNED.get(tensor.dtype)) is not None:
         return rows_of(tensor.view(signed), indices).view(tensor.dtype)
     try:

@@ -141,7 +141,7 @@ def compare_gradients(named: Sequence[tuple[str, Tensor]], group: Any) -> None:
     with explain_comm_errors("comparing the gradients"):
         sums = torch.tensor(fingerprint_slots(str(digests.tolist()), size), device=device)
         dist.all_reduce(sums, group=group)
-        if fingerprints_match(sums.tolist(), size):
+        if fingerprints_match(sums.tolist()):
             return
         of_ranks = [torch.empty_like(digests) for _ in range(size)]
         dist.all_gather(of_ranks, digests, group=group)
@@ -207,7 +207,7 @@ def _mean_with_payload(payload: Payload, bucket: dist.GradBucket) -> torch.futur
         sent = torch.cat([gradients.div_(size), places.view(-1)])
         payload.numbers, payload.received = None, sent[count:]
     done = torch.futures.Future[Tensor]()
-    if bucket.is_last() and sent.is_cpu:
+    if bucket.is_last():
         # Nothing is left to be computed meanwhile, and to wait here takes one thread less.
         dist.all_reduce(sent, group=payload.group)
         done.set_result(sent[:count])
@@ -220,18 +220,18 @@ def _mean_with_payload(payload: Payload, bucket: dist.GradBucket) -> torch.futur
 def payload_for(model: DistributedDataParallel) -> Payload | None:
     """Arrange what carries numbers with the gradients, if that can be. The same on all ranks.
 
-    It cannot if the model is large, if the user has registered a hook, or if gradients have too
-    few digits.
+    It cannot if the model is large or on a GPU, if the user has registered a hook, or if gradients
+    have too few digits.
     """
     parameters = list(model.module.parameters())
     wide = {p.dtype for p in parameters} <= {torch.float32, torch.float64}
     sparse = any(getattr(part, "sparse", False) for part in model.module.modules())
     small = sum(p.numel() for p in parameters) <= _SMALL
     few = model.process_group.size() <= _MOST_RANKS
-    one_device = len({p.device for p in parameters}) == 1
+    on_cpu = all(p.is_cpu for p in parameters)  # a GPU takes longer to launch what packs them
     # Each gradient alone, or all at the end of a backward.
     late = model._use_python_reducer or model._delay_all_reduce_all_params
-    if small and few and wide and one_device and not (sparse or late):
+    if small and few and wide and on_cpu and not (sparse or late):
         with suppress(RuntimeError):  # there can be one hook, and the user has his own
             payload = Payload(model.process_group)
             register_hook(model, payload, _mean_with_payload)

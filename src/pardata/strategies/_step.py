@@ -25,6 +25,7 @@ from pardata.strategies._loss_weights import Microbatch, Replicas, Share, starte
 from pardata.strategies._step_metrics import StepMetrics
 
 _NOTHING = nullcontext()
+_LEAST = 1e-30  # changes no divisor but 0
 # Set on the layer of a model that shows its strategy.
 SEEN = "_pardata_trains_alone"
 _METRICS = "_pardata_known_metrics"
@@ -222,22 +223,22 @@ class SharedStep(Step):
         if self.size == 1:
             self.metrics.raise_refused()
             return
-        self.metrics.receive(self._sums(), self.size, self.group)
-        factor = self.share.expected() / self.metrics.total
-        if isinstance(factor, Tensor):
-            factor = factor.nan_to_num(posinf=0.0)  # where nothing was counted, gradients are 0
-        elif math.isclose(factor, 1, rel_tol=1e-12):  # sums of fractions may differ in a last bit
-            return
+        self.metrics.receive(self._sums(), self.group)
+        divisor = self.metrics.total / self.share.expected()
+        if not isinstance(divisor, Tensor) and math.isclose(divisor, 1, rel_tol=1e-12):
+            return  # sums of fractions may differ in a last bit
         gradients: list[Any] = [p.grad for p in self.module.parameters() if p.grad is not None]
         gradients = [g.to_local() if hasattr(g, "to_local") else g for g in gradients]
         for device, dtype in {(g.device, g.dtype) for g in gradients}:
-            by = factor
-            if isinstance(factor, Tensor):  # an offload_policy has put the gradients on the CPU
-                # One dtype takes one kernel. A factor in 16 bits would be too coarse.
-                by = factor.to(device, dtype if dtype.itemsize > 2 else None)
+            by = divisor
+            if isinstance(divisor, Tensor):
+                # One dtype takes one kernel. A divisor in 16 bits would be too coarse.
+                by = divisor.new_empty((), dtype=dtype if dtype.itemsize > 2 else divisor.dtype)
+                # Where nothing was counted, gradients are 0. They may be offloaded to the CPU.
+                by = torch.add(divisor, _LEAST, out=by).to(device)
             alike = [g for g in gradients if (g.device, g.dtype) == (device, dtype)]
             with torch.no_grad():
-                torch._foreach_mul_(alike, by)  # as optimizers do
+                torch._foreach_div_(alike, by)  # as optimizers do
 
 
 def microbatch_seed(batch: Any, number: int = 0) -> int:

@@ -1,6 +1,6 @@
 """The loss and the metrics of a step: those of each microbatch, their sums and means."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,7 @@ from pardata.collectives._all_reduce import like, shape_text, split_like
 from pardata.collectives._fingerprint import Leaf, fingerprint_slots, fingerprints_match, number_of
 from pardata.data._batch_parts import tensors_of
 from pardata.data._sample_count import samples_of
-from pardata.environment._device import has_streams, widest_float_dtype
+from pardata.environment._device import widest_float_dtype, without_wait
 from pardata.environment._world import store_client, world
 from pardata.store._round import exchange, raise_if_different
 from pardata.strategies._forward import checked, wide
@@ -143,19 +143,16 @@ class StepMetrics:
         Collective on a GPU, if what has no place in it was not yet compared for this model. No rank
         knows of the others' hashes before the vector is sent.
         """
-        values = self.sums()
-        self._rest = values[_ROOM:]
+        front = [self.count, *fingerprint_slots(f"{self.step} {self.structure()}", size)]
+        sums = self._sums(self._seen, front)
+        self._rest = sums[_FRONT + _ROOM :]
         rest = self.structure() if len(self._rest) else ""
-        if not values.is_cpu and _compared.get(layer) != rest and size == world().size:
+        if not sums.is_cpu and _compared.get(layer) != rest and size == world().size:
             self.raise_of_structures()
             _compared[layer] = rest
-        front = [self.count, *fingerprint_slots(f"{self.step} {self.structure()}", size)]
-        ends = torch.tensor(front + [0] * (_ROOM - len(values)), dtype=torch.float64)
-        if not values.is_cpu:
-            ends = ends.pin_memory().to(values.device, non_blocking=True)
-        return torch.cat([ends[:_FRONT], values[:_ROOM], ends[_FRONT:]])
+        return sums[: _FRONT + _ROOM]
 
-    def receive(self, sums: Tensor, size: int, group: Any) -> None:
+    def receive(self, sums: Tensor, group: Any) -> None:
         """Take the means from the sums of the messages of all ranks. Collective.
 
         Raises:
@@ -163,14 +160,13 @@ class StepMetrics:
                 counted; on a GPU, which nobody waits for, means are NaN instead.
         """
         if not sums.is_cpu:
-            fingerprint_slots, squares = sums[1:_FRONT].view(2, -1)
             self.total = sums[0]
-            sums = torch.where(
-                (size * squares == fingerprint_slots.square()).all(), sums, torch.nan
-            )
+            hashes, squares = sums[1:_FRONT].view(2, -1)
+            differ = torch.addcmul(squares, hashes, hashes, value=-1).any()
+            sums[_FRONT:].masked_fill_(differ, torch.nan)
         else:
             count, *seen = sums[:_FRONT].tolist()
-            if not fingerprints_match(seen, size):
+            if not fingerprints_match(seen):
                 self.raise_of_structures()
             self.total = positive(count)
         values = sums[_FRONT:]
@@ -186,9 +182,10 @@ class StepMetrics:
 
     def result(self) -> Any:
         """Return the mean loss, and the means of the metrics, if there are any."""
-        if self._means is None and len(self._seen) > 1:  # nobody else runs any
-            self.set_means(self.sums(), self.count)
         own, *leaves = self._first()
+        # One microbatch that nobody shares has its own means, except totals over counts.
+        if self._means is None and (len(self._seen) > 1 or len(leaves) >= self._weighted):
+            self.set_means(self._sums(self._seen), self.count)
         loss, *metrics = self._means or self._first()
         loss = wide(own) if loss is own else loss.to(wide(own))
         if not self._text:
@@ -198,8 +195,7 @@ class StepMetrics:
         for leaf, total, count in zip(
             leaves[first::2], metrics[first::2], metrics[first + 1 :: 2], strict=True
         ):
-            of_sums = self._flat(total) / self._flat(count)  # a number is a vector of one here
-            values.append(like(leaf, of_sums.view(getattr(leaf, "shape", ()))))
+            values.append(like(leaf, total / count))
         found = dict(zip(self._paths, values, strict=True))
         return loss, map_with_path(self._metrics, lambda path, _: found[path])
 
@@ -208,29 +204,27 @@ class StepMetrics:
         return self._seen[0][0]
 
     def last(self) -> Tensor:
-        """Return loss and metrics of the microbatch that was run last, in one vector."""
-        return self._vector(*self._seen[-1])
+        """Return the sums of the microbatch that was run last alone."""
+        return self._sums(self._seen[-1:])
 
-    def _vector(self, leaves: list[Leaf], count: float) -> Tensor:
-        """Return the numbers of a microbatch, times its count but for those of a `Mean`."""
-        flat = torch.cat(list(map(self._flat, leaves[: self._weighted]))) * count
-        parts = list(map(self._flat, leaves[self._weighted :]))
-        return torch.cat([flat, *parts]) if parts else flat
+    def _sums(self, seen: list[tuple[list[Leaf], float]], front: Sequence[float] = ()) -> Tensor:
+        """Return the sums of loss and metrics, each times what it counts; a message has a `front`.
 
-    def sums(self) -> Tensor:
-        """Return the sums here of loss and metrics, each times what it counts."""
-        # 0 times NaN is NaN: what does not count is left out.
-        rows = [self._vector(*one) for one in self._seen if one[1]]
-        return sum(rows[1:], rows[0]) if rows else torch.zeros_like(self._vector(*self._seen[0]))
-
-    def _flat(self, leaf: Leaf) -> Tensor:
-        dtype = widest_float_dtype(device := self._first()[0].device)
-        if isinstance(leaf, Tensor):
-            flat = leaf.detach().reshape(-1).to(dtype)
-            if flat.is_cpu and has_streams(device):  # so that nobody waits for the copy
-                return flat.pin_memory().to(device, non_blocking=True)
-            return flat.to(device)
-        return torch.full((1,), float(leaf), dtype=dtype, device=device)
+        A GPU gets one copy and one kernel for each leaf: of small models it waits for launches.
+        """
+        first = self._first()
+        numbers = sum(leaf.numel() if isinstance(leaf, Tensor) else 1 for leaf in first)
+        dtype = torch.float64 if front else widest_float_dtype(first[0].device)
+        host = torch.tensor(front, dtype=dtype, device="cpu")
+        host = nn.functional.pad(host, (0, max(numbers, _ROOM if front else 0)))
+        sums = without_wait(host, first[0].device)
+        for leaves, count in seen:
+            if count:  # 0 times NaN is NaN: what does not count is left out
+                weights = [count] * self._weighted + [1] * len(leaves)
+                parts = split_like(sums[len(front) :], leaves)
+                for part, leaf, weight in zip(parts, leaves, weights, strict=False):
+                    part.add_(_addend(leaf, sums), alpha=weight)
+        return sums
 
     def structure(self) -> str:
         """Return a text that is the same on ranks which have the same metrics."""
@@ -250,6 +244,14 @@ class StepMetrics:
         )
         differ = partial(raise_if_different, "backward", cure=cure)
         exchange(store_client(), "backward", facts, differ)
+
+
+def _addend(leaf: Leaf, sums: Tensor) -> Any:
+    """Return a leaf of metrics as it can be added to `sums`."""
+    if not isinstance(leaf, Tensor):
+        return float(leaf)
+    there = leaf.device == sums.device
+    return leaf if there else without_wait(leaf.to(sums.dtype), sums.device)
 
 
 _UNLIKE = (

@@ -99,16 +99,10 @@ MUTATIONS = {
         "leaf.to(device)",
         f"{TRAINING} -k 'readmes_loop and bare'",
     ),
-    "the indices of rows on the GPU are not pinned": Mutation(
-        "data/_batched_read.py",
-        "indices = indices.pin_memory()",
-        "pass",
-        f"{PREFETCHING} -k nothing_waits_for_them",
-    ),
     "the host waits for the copy of indices": Mutation(
         "data/_batched_read.py",
-        "indices.to(tensor.device, non_blocking=queued)",
-        "indices.to(tensor.device)",
+        "without_wait(_from_the_front(indices, len(tensor)), tensor.device)",
+        "_from_the_front(indices, len(tensor)).to(tensor.device)",
         f"{PREFETCHING} -k nothing_waits_for_them",
     ),
     # --- checkpoint: what is taken of a run while it goes on
@@ -183,28 +177,22 @@ MUTATIONS = {
         f"{CHECKPOINTS} -k 'fsdp and True'",
     ),
     # --- gradient and collective: what ranks tell each other in a step
-    "what is told with gradients is not pinned": Mutation(
-        "strategies/_step_metrics.py",
-        "ends.pin_memory().to(",
-        "ends.to(",
+    "numbers that go to a GPU are not pinned": Mutation(
+        "environment/_device.py",
+        "tensor.pin_memory().to(",
+        "tensor.to(",
         f"{TRAINING} -k 'readmes_loop and plain'",
     ),
-    "the host waits for what is told with gradients": Mutation(
-        "strategies/_step_metrics.py",
-        "ends.pin_memory().to(values.device, non_blocking=True)",
-        "ends.pin_memory().to(values.device)",
+    "the host waits for numbers that go to a GPU": Mutation(
+        "environment/_device.py",
+        "tensor.pin_memory().to(device, non_blocking=True)",
+        "tensor.pin_memory().to(device)",
         f"{TRAINING} -k 'readmes_loop and plain'",
     ),
-    "metrics on the CPU are not pinned": Mutation(
+    "a metric on the CPU goes to the GPU in another way": Mutation(
         "strategies/_step_metrics.py",
-        "flat.pin_memory().to(",
-        "flat.to(",
-        f"{TRAINING} -k metric_on_the_cpu",
-    ),
-    "the host waits for metrics on the CPU": Mutation(
-        "strategies/_step_metrics.py",
-        "flat.pin_memory().to(device, non_blocking=True)",
-        "flat.pin_memory().to(device)",
+        "without_wait(leaf.to(sums.dtype), sums.device)",
+        "leaf.to(sums.device)",
         f"{TRAINING} -k metric_on_the_cpu",
     ),
     "what all ranks count is read before it is there": Mutation(

@@ -4,6 +4,7 @@ The gradients are those of the CPU. Run with ``pytest -m gpu``; with ``--device=
 """
 
 import contextlib
+import copy
 import math
 import shutil
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  # the usual name
 from gpu_zoo import Smooth, nothing_waits, seeded
+from launched import launched
 from on_ranks import run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -276,6 +278,45 @@ def test_no_step_of_exact_does(over_nccl):
     assert all(0 < loss < 2 for loss in over_nccl(steps_without_waits, "exact", **ENV))
 
 
+def launches_of_steps(device):
+    """Return how many kernels and copies a step by hand with DDP launches, and one of backward."""
+    with init(device=device) as here:
+        batch = torch.randn(8, 64, device=here.device), torch.arange(8).to(here.device)
+        counts = []
+        for width in (16, 4096):
+            # One parameter: the simulated device launches a foreach kernel once for each.
+            net = nn.Linear(64, width, bias=False)
+            by_hand = DistributedDataParallel(copy.deepcopy(net).to(here.device))
+            model = wrap_model(net, "ddp")
+
+            def step_by_hand(by_hand=by_hand):
+                loss = mean_loss(by_hand, batch)
+                loss.backward()
+                mean = loss.detach().clone()
+                dist.all_reduce(mean)
+                return mean / here.size
+
+            def step(model=model):
+                return backward(model, mean_loss, batch)
+
+            assert step_by_hand().item() == pytest.approx(step().item())
+            for run_one, trained in ((step_by_hand, by_hand), (step, model)):
+                run_one()  # DDP arranges its buckets after the first step
+                trained.zero_grad()
+                before = torch.sim.launches()
+                run_one()
+                counts.append(torch.sim.launches() - before)
+        return counts
+
+
+def test_a_step_of_two_ranks_launches_few_kernels_more_than_ddp_by_hand(hardware):
+    if hardware != "sim":
+        pytest.skip("the simulated device counts launches")
+    for small, of_small, large, of_large in launched(launches_of_steps, "sim", size=2):
+        assert of_small - small <= 8
+        assert of_large - large <= 8
+
+
 def test_the_guard_sees_a_wait(gpu):
     number = torch.ones(1, device=gpu)
     with pytest.raises(RuntimeError, match="synchronizing"), nothing_waits(number.device):
@@ -296,7 +337,7 @@ def told_and_heard(device, *metrics):
         layers = nn.Linear(1, 1), nn.Linear(1, 1)
         total = sum(tally.message(2, layer) for tally, layer in zip(tallies, layers, strict=True))
         for tally in tallies:
-            tally.receive(total.clone(), 2, None)
+            tally.receive(total.clone(), None)
         found = [tally.result() for tally in tallies]
     return [(loss.item(), {name: x.tolist() for name, x in more.items()}) for loss, more in found]
 
@@ -310,7 +351,7 @@ def test_a_metric_on_the_cpu_stops_no_gpu_before_it_is_read(device):
     with nothing_waits(device):
         tally.add((loss, {"seen": torch.arange(3.0)}), 4, None)
         told = tally.message(2, nn.Linear(1, 1))
-        tally.receive(told * 2, 2, None)  # of two ranks that say the same
+        tally.receive(told * 2, None)  # of two ranks that say the same
     mean, metrics = tally.result()
     assert (mean.item(), metrics["seen"].tolist()) == (1.0, [0.0, 1.0, 2.0])
 

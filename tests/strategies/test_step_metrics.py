@@ -277,8 +277,8 @@ class OnGpu(torch.Tensor):
 
 def numbers_on_a_gpu(*of_ranks):
     """Return what each step ends in, of which the metrics are so many numbers."""
-    model, sums, found = wrap_model(nn.Linear(4, 3).double()), StepMetrics.sums, []
-    here = patch.object(StepMetrics, "sums", lambda tally: sums(tally).as_subclass(OnGpu))
+    model, sums, found = wrap_model(nn.Linear(4, 3).double()), StepMetrics._sums, []
+    here = patch.object(StepMetrics, "_sums", lambda *given: sums(*given).as_subclass(OnGpu))
     with here, patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor):
         for number in of_ranks[world().rank]:
             values = torch.arange(float(number))

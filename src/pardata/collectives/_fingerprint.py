@@ -111,7 +111,7 @@ class CheckedCollective:
 
         def sums() -> list[float]:
             back = wait()
-            if not fingerprints_match(back[:_FIRST], self.world.size):
+            if not fingerprints_match(back[:_FIRST]):
                 self._raise_mismatch()
                 self.wire_dtypes = [None] * len(self.leaves)  # only these differ
             return back[_FIRST : _FIRST + len(numbers)]
@@ -233,22 +233,21 @@ def number_of(leaf: Any, path: KeyPath, name: str = "value") -> Leaf:
 
 @functools.lru_cache(maxsize=64)  # a training loop repeats the same few texts
 def fingerprint_slots(text: str, size: int) -> list[int]:
-    """Return 3 hashes of `text` and their 3 squares; their sums show whether all ranks agree.
+    """Return 3 hashes of `text`, and `size` times their squares, for `fingerprints_match`.
 
-    The hashes have so few bits that float64 adds the squares of all ranks without rounding.
+    They have so few bits that float64 adds those of `size` ranks, and squares a sum, without
+    rounding.
     """
-    bits = min(20, (53 - (size - 1).bit_length()) // 2)
+    bits = min(20, 26 - (size - 1).bit_length())
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little")
     hashed = [digest >> bits * n & (2**bits - 1) for n in range(_HASHES)]
-    return [*hashed, *(h * h for h in hashed)]
+    return [*hashed, *(size * h * h for h in hashed)]
 
 
-def fingerprints_match(sums: Sequence[float], size: int) -> bool:
+def fingerprints_match(sums: Sequence[float]) -> bool:
     """Return whether the sums of all ranks' `fingerprint_slots` come from one text.
 
-    Cauchy-Schwarz: for W ranks, W·Σh² = (Σh)² exactly if all h are equal. Computed in integers,
-    without rounding.
+    Cauchy-Schwarz: for W ranks, W·Σh² = (Σh)² exactly if all h are equal.
     """
     half = len(sums) // 2
-    pairs = zip(sums[:half], sums[half:], strict=True)
-    return all(size * int(square) == int(first) ** 2 for first, square in pairs)
+    return all(a * a == b for a, b in zip(sums[:half], sums[half:], strict=True))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
 
-from pardata.environment._device import has_streams
+from pardata.environment._device import without_wait
 
 # --- changes of a dataset, and the default device
 
@@ -92,10 +92,7 @@ def take_rows(tensor: Tensor, indices: Tensor) -> Tensor:
     """Return ``tensor[indices]``, of shape (len(indices), …), by the faster ``index_select``."""
     if tensor.device != indices.device:
         # On a GPU an index out of range would be a device-side assertion, which ends the process.
-        indices = _from_the_front(indices, len(tensor))
-        if queued := has_streams(tensor.device):
-            indices = indices.pin_memory()  # makes the copy asynchronous
-        indices = indices.to(tensor.device, non_blocking=queued)
+        indices = without_wait(_from_the_front(indices, len(tensor)), tensor.device)
     if (signed := _SIGNED.get(tensor.dtype)) is not None:
         return take_rows(tensor.view(signed), indices).view(tensor.dtype)
     try:

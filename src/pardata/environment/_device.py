@@ -49,6 +49,13 @@ def has_streams(device: torch.device) -> bool:
     return not has_none and hasattr(getattr(torch, device.type, None), "Stream")
 
 
+def without_wait(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on `device`; where that has streams, the host does not wait for the copy."""
+    if tensor.is_cpu and has_streams(device):
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
 def properties_of(device: torch.device) -> Any:
     """Return the properties of an accelerator: name, total_memory, perhaps uuid."""
     of_kind: Any = torch.get_device_module(device)

@@ -144,7 +144,7 @@ def compare_gradients(named: Sequence[tuple[str, Tensor]], group: Any) -> None:
     with explain_comm_errors("comparing the gradients"):
         sums = torch.tensor(fingerprint_slots(str(digests.tolist()), size), device=device)
         dist.all_reduce(sums, group=group)
-        if fingerprints_match(sums.tolist(), size):
+        if fingerprints_match(sums.tolist()):
             return
         of_ranks = [torch.empty_like(digests) for _ in range(size)]
         dist.all_gather(of_ranks, digests, group=group)
@@ -212,7 +212,7 @@ def _mean_with_payload(payload: Payload, bucket: dist.GradBucket) -> torch.futur
         sent = torch.cat([gradients.div_(size), places.view(-1)])
         payload.numbers, payload.received = None, sent[count:]
     done = torch.futures.Future[Tensor]()
-    if bucket.is_last() and sent.is_cpu:
+    if bucket.is_last():
         # In the last bucket there is nothing to overlap with, and a synchronous call saves a
         # thread.
         dist.all_reduce(sent, group=payload.group)
@@ -226,18 +226,20 @@ def _mean_with_payload(payload: Payload, bucket: dist.GradBucket) -> torch.futur
 def payload_for(model: DistributedDataParallel) -> Payload | None:
     """Register a payload's hook, if the model allows it. The result is the same on all ranks.
 
-    None for a large model, with a user's hook, and with gradients of less than 32 bits.
+    None for a model that is large or on a GPU, with a user's hook, and with gradients of less than
+    32 bits.
     """
     parameters = list(model.module.parameters())
     wide = {p.dtype for p in parameters} <= {torch.float32, torch.float64}
     sparse = any(getattr(part, "sparse", False) for part in model.module.modules())
     small = sum(p.numel() for p in parameters) <= _SMALL
     few = model.process_group.size() <= _MOST_RANKS
-    one_device = len({p.device for p in parameters}) == 1
+    # On a GPU launching the kernels that pack them takes longer.
+    on_cpu = all(p.is_cpu for p in parameters)
     # Reducers that reduce each gradient separately, or all at the end of the backward.
     late = model._use_python_reducer or model._delay_all_reduce_all_params
-    if small and few and wide and one_device and not (sparse or late):
-        with suppress(RuntimeError):  # only one hook is possible, and the user has registered one
+    if small and few and wide and on_cpu and not (sparse or late):
+        with suppress(RuntimeError):  # only one hook is possible, and the user has one
             payload = Payload(model.process_group)
             register_hook(model, payload, _mean_with_payload)
             return payload

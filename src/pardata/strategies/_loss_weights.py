@@ -124,7 +124,7 @@ class StepCounts:
             fractions, *rest = sums_of()
             totals = rest[: len(self._names)]
             beginnings = [int(number) for number in rest[len(self._names) :]]
-            if beginnings and fingerprints_match(beginnings, replicas.size):
+            if beginnings and fingerprints_match(beginnings):
                 _log.warning(_SAME_SAMPLES, ranks=[0])
             if replicas.has_ordered_sums and replicas.size > 1 and fractions:
                 totals = self._in_order(numbers, step_size)

@@ -25,6 +25,7 @@ from pardata.strategies._loss_weights import LossWeights, Microbatch, Replicas, 
 from pardata.strategies._step_metrics import StepMetrics
 
 _NOTHING = nullcontext()
+_LEAST = 1e-30  # changes no divisor except 0
 # Attributes of the layer that belongs to a model's strategy.
 SEEN = "_pardata_trains_alone"
 _METRICS = "_pardata_known_metrics"
@@ -222,22 +223,22 @@ class DistributedStep(Step):
         if self.size == 1:
             self.metrics.raise_refused()
             return
-        self.metrics.receive(self._sums(), self.size, self.group)
-        factor = self.loss_weights.global_total() / self.metrics.total
-        if isinstance(factor, Tensor):
-            factor = factor.nan_to_num(posinf=0.0)  # a count of 0 gives gradients of 0
-        elif math.isclose(factor, 1, rel_tol=1e-12):  # sums of fractions may differ in the last bit
-            return
+        self.metrics.receive(self._sums(), self.group)
+        divisor = self.metrics.total / self.loss_weights.global_total()
+        if not isinstance(divisor, Tensor) and math.isclose(divisor, 1, rel_tol=1e-12):
+            return  # sums of fractions may differ in the last bit
         gradients: list[Any] = [p.grad for p in self.module.parameters() if p.grad is not None]
         gradients = [g.to_local() if hasattr(g, "to_local") else g for g in gradients]
         for device, dtype in {(g.device, g.dtype) for g in gradients}:
-            by = factor
-            if isinstance(factor, Tensor):  # with an offload_policy gradients are on the CPU
-                # A factor of the same dtype takes one kernel. In 16 bits it would be too coarse.
-                by = factor.to(device, dtype if dtype.itemsize > 2 else None)
+            by = divisor
+            if isinstance(divisor, Tensor):
+                # A divisor of the same dtype takes one kernel. In 16 bits it would be too coarse.
+                by = divisor.new_empty((), dtype=dtype if dtype.itemsize > 2 else divisor.dtype)
+                # A count of 0 gives gradients of 0. With an offload_policy they are on the CPU.
+                by = torch.add(divisor, _LEAST, out=by).to(device)
             alike = [g for g in gradients if (g.device, g.dtype) == (device, dtype)]
             with torch.no_grad():
-                torch._foreach_mul_(alike, by)  # as optimizers do
+                torch._foreach_div_(alike, by)  # as optimizers do
 
 
 def microbatch_seed(batch: Any, number: int = 0) -> int:

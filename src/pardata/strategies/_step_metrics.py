@@ -1,6 +1,6 @@
 """Loss and metrics of a step: collected by microbatch, summed over the ranks, divided by counts."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,7 @@ from pardata.collectives._all_reduce import cast_like, shape_text, unflatten_lik
 from pardata.collectives._fingerprint import Leaf, fingerprint_slots, fingerprints_match, number_of
 from pardata.data._batch_utils import iter_tensors
 from pardata.data._sample_count import num_samples
-from pardata.environment._device import has_streams, widest_float_dtype
+from pardata.environment._device import widest_float_dtype, without_wait
 from pardata.environment._world import store_client, world
 from pardata.store._round import exchange, raise_if_different
 from pardata.strategies._forward import scalar_loss, upcast
@@ -141,22 +141,18 @@ class StepMetrics:
     def message(self, size: int, layer: nn.Module) -> Tensor:
         """Return this rank's message, a vector of shape (26,), for an all-reduce over `size` ranks.
 
-        Collective on a GPU, if sums that do not fit in it have a new structure, because the hashes
-        are compared only later.
+        Collective on a GPU if further sums have a new structure: hashes are compared only later.
         """
-        values = self.sums()
-        self._rest = values[_VALUES:]
+        front = [self.count, *fingerprint_slots(f"{self.step} {self.structure()}", size)]
+        sums = self._sums(self._seen, front)
+        self._rest = sums[_FRONT + _VALUES :]
         rest = self.structure() if len(self._rest) else ""
-        if not values.is_cpu and _compared.get(layer) != rest and size == world().size:
+        if not sums.is_cpu and _compared.get(layer) != rest and size == world().size:
             self.raise_of_structures()
             _compared[layer] = rest
-        front = [self.count, *fingerprint_slots(f"{self.step} {self.structure()}", size)]
-        ends = torch.tensor(front + [0] * (_VALUES - len(values)), dtype=torch.float64)
-        if not values.is_cpu:
-            ends = ends.pin_memory().to(values.device, non_blocking=True)
-        return torch.cat([ends[:_FRONT], values[:_VALUES], ends[_FRONT:]])
+        return sums[: _FRONT + _VALUES]
 
-    def receive(self, sums: Tensor, size: int, group: Any) -> None:
+    def receive(self, sums: Tensor, group: Any) -> None:
         """Set the means from the sums of all messages, of shape (26,). Collective.
 
         Raises:
@@ -164,12 +160,13 @@ class StepMetrics:
                 means are NaN instead, because the host does not wait.
         """
         if not sums.is_cpu:
-            hashes, squares = sums[1:_FRONT].view(2, -1)
             self.total = sums[0]
-            sums = torch.where((size * squares == hashes.square()).all(), sums, torch.nan)
+            hashes, squares = sums[1:_FRONT].view(2, -1)
+            differ = torch.addcmul(squares, hashes, hashes, value=-1).any()
+            sums[_FRONT:].masked_fill_(differ, torch.nan)
         else:
             count, *seen = sums[:_FRONT].tolist()
-            if not fingerprints_match(seen, size):
+            if not fingerprints_match(seen):
                 self.raise_of_structures()
             self.total = positive(count)
         values = sums[_FRONT:]
@@ -185,9 +182,10 @@ class StepMetrics:
 
     def result(self) -> Any:
         """Return the mean loss, and the means of the metrics if there are any."""
-        if self._means is None and len(self._seen) > 1:  # a single process
-            self.set_means(self.sums(), self.count)
         local_loss, *leaves = self._first()
+        # The values of one microbatch in one process are the means, except for each `Mean`.
+        if self._means is None and (len(self._seen) > 1 or len(leaves) >= self._weighted):
+            self.set_means(self._sums(self._seen), self.count)
         loss, *metrics = self._means or self._first()
         loss = upcast(local_loss) if loss is local_loss else loss.to(upcast(local_loss))
         if not self._text:
@@ -197,8 +195,7 @@ class StepMetrics:
         for leaf, total, count in zip(
             leaves[first::2], metrics[first::2], metrics[first + 1 :: 2], strict=True
         ):
-            of_sums = self._flat(total) / self._flat(count)  # numbers become vectors of one element
-            values.append(cast_like(leaf, of_sums.view(getattr(leaf, "shape", ()))))
+            values.append(cast_like(leaf, total / count))
         found = dict(zip(self._paths, values, strict=True))
         return loss, map_with_path(self._metrics, lambda path, _: found[path])
 
@@ -207,29 +204,27 @@ class StepMetrics:
         return self._seen[0][0]
 
     def last(self) -> Tensor:
-        """Return the loss and metrics of the last microbatch in one vector."""
-        return self._vector(*self._seen[-1])
+        """Return the weighted values of the last microbatch in one vector."""
+        return self._sums(self._seen[-1:])
 
-    def _vector(self, leaves: list[Leaf], count: float) -> Tensor:
-        """Return a microbatch's leaves in a vector, times its count, but not those of a `Mean`."""
-        flat = torch.cat(list(map(self._flat, leaves[: self._weighted]))) * count
-        parts = list(map(self._flat, leaves[self._weighted :]))
-        return torch.cat([flat, *parts]) if parts else flat
+    def _sums(self, seen: list[tuple[list[Leaf], float]], front: Sequence[float] = ()) -> Tensor:
+        """Return the weighted sums of loss and metrics in a vector, after the `front` of a message.
 
-    def sums(self) -> Tensor:
-        """Return the weighted sums over this rank's microbatches, one vector."""
-        # 0 times NaN is NaN, so microbatches that count 0 are left out.
-        rows = [self._vector(*one) for one in self._seen if one[1]]
-        return sum(rows[1:], rows[0]) if rows else torch.zeros_like(self._vector(*self._seen[0]))
-
-    def _flat(self, leaf: Leaf) -> Tensor:
-        dtype = widest_float_dtype(device := self._first()[0].device)
-        if isinstance(leaf, Tensor):
-            flat = leaf.detach().reshape(-1).to(dtype)
-            if flat.is_cpu and has_streams(device):  # pinned, so that the copy is asynchronous
-                return flat.pin_memory().to(device, non_blocking=True)
-            return flat.to(device)
-        return torch.full((1,), float(leaf), dtype=dtype, device=device)
+        On a GPU it takes one copy, and one kernel for each leaf, because launches are slow.
+        """
+        first = self._first()
+        numbers = sum(leaf.numel() if isinstance(leaf, Tensor) else 1 for leaf in first)
+        dtype = torch.float64 if front else widest_float_dtype(first[0].device)
+        host = torch.tensor(front, dtype=dtype, device="cpu")
+        host = nn.functional.pad(host, (0, max(numbers, _VALUES if front else 0)))
+        sums = without_wait(host, first[0].device)
+        for leaves, count in seen:
+            if count:  # 0 times NaN is NaN, so a count of 0 is left out
+                weights = [count] * self._weighted + [1] * len(leaves)
+                parts = unflatten_like(sums[len(front) :], leaves)
+                for part, leaf, weight in zip(parts, leaves, weights, strict=False):
+                    part.add_(_addend(leaf, sums), alpha=weight)
+        return sums
 
     def structure(self) -> str:
         """Return a text of the metrics' structure, which differs on a rank with an error."""
@@ -249,6 +244,14 @@ class StepMetrics:
         )
         differ = partial(raise_if_different, "backward", cure=cure)
         exchange(store_client(), "backward", facts, differ)
+
+
+def _addend(leaf: Leaf, sums: Tensor) -> Any:
+    """Return a leaf of metrics as a float, or a tensor on the device of `sums`."""
+    if not isinstance(leaf, Tensor):
+        return float(leaf)
+    is_local = leaf.device == sums.device
+    return leaf if is_local else without_wait(leaf.to(sums.dtype), sums.device)
 
 
 _UNLIKE = (

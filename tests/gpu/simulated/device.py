@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import simulated_c as _C  # noqa: N812  # as torch's own
 import torch
-from simulated_c import current_device, device_count, waits  # noqa: F401
+from simulated_c import current_device, device_count, launches, waits  # noqa: F401
 
 _MODES = {"default": 0, "warn": 1, "error": 2}
 

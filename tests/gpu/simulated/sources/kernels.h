@@ -54,7 +54,9 @@ Tensor reachable(const Tensor& t) {
 void write(const Tensor& to, const Tensor& from) {
   at::native::copy_(const_cast<Tensor&>(to), from, false);
 }
+std::atomic<long> launches{0}; // kernels and copies of this process
 void launch(Device device, double lasts, std::function<void()> effect) {
+  ++launches;
   Task task;
   task.lasts = lasts;
   task.effect = std::move(effect);
@@ -122,6 +124,7 @@ Tensor copy_from(const Tensor& self, const Tensor& dst, bool non_blocking) {
   Task task;
   task.lasts = on || off || source != key ? pace.copy : pace.kernel;
   task.effect = [from, to] { write(to, from); };
+  ++launches;
   engine().add(source, std::move(task));
   if (source != key) engine().wait_for(key, engine().mark(source));
   if (waits) engine().drain(key);

@@ -27,6 +27,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     sim::pace.collective = collective;
   });
   m.def("refuse_waits", [](int how) { sim::refuses_waits = how; });
+  m.def("launches", [] { return long(sim::launches); });
   m.def("waits", [] {
     std::lock_guard lock(sim::waits_mutex);
     return sim::waits;

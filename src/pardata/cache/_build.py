@@ -1,4 +1,7 @@
-"""Build a cache: several processes decode, one writes, and a rename publishes all files at once."""
+"""Build a cache: several processes decode, one writes, and a rename publishes all files at once.
+
+Does not protect two nodes from building the same cache at once: the first rename stays.
+"""
 
 import json
 import os

@@ -1,4 +1,7 @@
-"""The manifest of a cache: names and sizes of its files, and the columns mapped from them."""
+"""The manifest of a cache: names and sizes of its files, and the columns mapped from them.
+
+Does not detect changed bytes, only missing files and wrong sizes.
+"""
 
 import json
 from contextlib import suppress

@@ -1,4 +1,7 @@
-"""The manifest of a checkpoint: sizes and SHA-256 of its files, written, synced and verified."""
+"""The manifest of a checkpoint: sizes and SHA-256 of its files, written, synced and verified.
+
+Does not decide which checkpoint is the newest: see `_retention`.
+"""
 
 import hashlib
 import io

@@ -1,4 +1,7 @@
-"""Restoring: find the newest complete checkpoint, read it, and load the states of objects."""
+"""Restoring: find the newest complete checkpoint, read it, and load the states of objects.
+
+Does not change the directory, so an evaluation can restore during a training.
+"""
 
 import warnings
 from collections.abc import Iterable, Mapping

@@ -1,4 +1,7 @@
-"""The state of a run at one moment, as trees that load with ``weights_only=True``."""
+"""The state of a run at one moment, as trees that load with ``weights_only=True``.
+
+Does not copy state unless it is asked to: a synchronous save writes the tensors themselves.
+"""
 
 import io
 import textwrap

@@ -1,4 +1,7 @@
-"""Reduce numbers, tensors and nested structures of them over all ranks, in one collective."""
+"""Reduce numbers, tensors and nested structures of them over all ranks, in one collective.
+
+Does not carry gradients, and needs the same structure on every rank.
+"""
 
 import math
 from numbers import Integral, Real

@@ -1,4 +1,7 @@
-"""Stop a run on a signal, on all ranks at the same step."""
+"""Stop a run on a signal, on all ranks at the same step.
+
+Does not stop in the middle of a step, nor without a call of `agreed` on every rank.
+"""
 
 import signal
 import threading

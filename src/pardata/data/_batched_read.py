@@ -1,4 +1,7 @@
-"""Reads a batch in one indexing operation, if the dataset allows it."""
+"""Reads a batch in one indexing operation, if the dataset allows it.
+
+Does not apply to subclasses of ``TensorDataset`` and ``Subset`` that override ``__getitem__``.
+"""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
@@ -64,7 +67,7 @@ class BatchReadable(Dataset[Any]):
 def batch_reader(dataset: Any) -> ReadRows | None:
     """Return a function that reads a whole batch of `dataset`, or None.
 
-    Not for a subclass that overrides ``__getitem__`` or ``__getitems__``.
+    Not for a subclass of ``TensorDataset`` or ``Subset`` that overrides how it is indexed.
     """
     # Partial functions, which are pickled for spawned workers, as closures cannot be.
     if isinstance(dataset, BatchReadable):

@@ -1,4 +1,7 @@
-"""Copies batches to the device and transforms them there, ahead of the loop on a side stream."""
+"""Copies batches to the device and transforms them there, ahead of the loop on a side stream.
+
+Does not prefetch on devices without streams, as the CPU.
+"""
 
 from collections import deque
 from collections.abc import Callable, Iterator

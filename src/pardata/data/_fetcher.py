@@ -1,4 +1,7 @@
-"""Fetches a rank's samples of a step, in a worker or in this process: reads, seeds, collates."""
+"""Fetches a rank's samples of a step, in a worker or in this process: reads, seeds, collates.
+
+Does not know other ranks: a request has the indices of this one.
+"""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext

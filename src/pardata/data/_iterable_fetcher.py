@@ -1,4 +1,7 @@
-"""Iterable datasets: divides samples over ranks and workers, and ends on all ranks together."""
+"""Iterable datasets: divides samples over ranks and workers, and ends on all ranks together.
+
+Does not balance a sharded dataset: a rank that ends early gets empty batches.
+"""
 
 from collections.abc import Iterator
 from contextlib import suppress

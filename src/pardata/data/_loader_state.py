@@ -1,4 +1,7 @@
-"""The state of a loader: epoch and number of samples, saved and validated."""
+"""The state of a loader: epoch and number of samples, saved and validated.
+
+Does not store samples or their order: the seed and the arguments decide these.
+"""
 
 import reprlib
 import sys

@@ -1,4 +1,7 @@
-"""A rank's microbatches of one step. Their sizes do not depend on the number of ranks."""
+"""A rank's microbatches of one step. Their sizes do not depend on the number of ranks.
+
+Does not move samples between ranks: the loader has divided the step.
+"""
 
 from collections.abc import Iterable, Sequence
 from copy import copy

@@ -1,4 +1,7 @@
-"""The sampler of global batches: yields the indices that this rank reads in each step."""
+"""The sampler of global batches: yields the indices that this rank reads in each step.
+
+Does not read the dataset, and communicates only for a user's sampler, whose order ranks compare.
+"""
 
 import hashlib
 from array import array

@@ -1,4 +1,7 @@
-"""Context managers that move ``.grad`` aside during a step, and that restore buffers."""
+"""Context managers that move ``.grad`` aside during a step, and that restore buffers.
+
+Does not copy gradients unless new ones would use their memory.
+"""
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, suppress

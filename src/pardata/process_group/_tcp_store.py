@@ -1,4 +1,7 @@
-"""Opens the TCPStore of a run, and checks that it belongs to that run."""
+"""Opens the TCPStore of a run, and checks that it belongs to that run.
+
+Does not distinguish two runs that no launcher has named.
+"""
 
 import os
 import socket

@@ -1,4 +1,7 @@
-"""The default generators of Python, NumPy and PyTorch: seed, save, restore, detect use."""
+"""The default generators of Python, NumPy and PyTorch: seed, save, restore, detect use.
+
+Does not see generators that the user has made.
+"""
 
 import json
 import pickle

@@ -1,4 +1,7 @@
-"""The current operation of the training thread, which the watchdog reads."""
+"""The current operation of the training thread, which the watchdog reads.
+
+Does not see operations of other threads.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

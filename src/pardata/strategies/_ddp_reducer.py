@@ -1,4 +1,7 @@
-"""DDP's reducer: checks its parameters and gradients, resets it, adds a payload to its buckets."""
+"""DDP's reducer: checks its parameters and gradients, resets it, adds a payload to its buckets.
+
+Does not replace DDP's reduction, which stays PyTorch's.
+"""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress

@@ -1,4 +1,7 @@
-"""Strategy "fsdp": PyTorch's fully_shard, with buffers kept equal."""
+"""Strategy "fsdp": PyTorch's fully_shard, with buffers kept equal.
+
+Does not shard blocks by default, and does not average buffers outside of `backward`.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator

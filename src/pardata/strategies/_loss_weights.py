@@ -1,4 +1,7 @@
-"""The weights of this rank's microbatches in the mean loss over the global batch."""
+"""The weights of this rank's microbatches in the mean loss over the global batch.
+
+Does not weight gradients itself: `Step.backward` multiplies each loss.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

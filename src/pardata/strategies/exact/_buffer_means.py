@@ -1,4 +1,7 @@
-"""Means of an exact step, summed in the fixed tree: of buffers, and of loss and metrics."""
+"""Means of an exact step, summed in the fixed tree: of buffers, and of loss and metrics.
+
+Does not support buffers that change their shape within a step.
+"""
 
 import zlib
 

@@ -1,4 +1,7 @@
-"""Sums the gradients of a step in the fixed tree, and sends buckets during the last backward."""
+"""Sums the gradients of a step in the fixed tree, and sends buckets during the last backward.
+
+Does not support sparse gradients, nor two gradients of a parameter in one backward.
+"""
 
 import zlib
 from collections.abc import Callable

@@ -1,4 +1,7 @@
-"""The numerics of an exact run: a record, a probe of kernels, and settings that are errors."""
+"""The numerics of an exact run: a record, a probe of kernels, and settings that are errors.
+
+Does not prove that kernels are equal: the probe runs a few of them.
+"""
 
 from collections.abc import Iterable, Iterator
 

@@ -451,7 +451,8 @@ ENDINGS = [
 ]
 
 
-# Where it is gone: tests/process_group/test_shutdown.py; of an exception: test_uncaught.py there.
+# Where it is gone: tests/process_group/test_shutdown.py; of an exception:
+# test_uncaught_exceptions.py there.
 @pytest.mark.parametrize(("ending", "says"), ENDINGS)
 def test_ranks_leave_at_exit_without_a_word(ending, says, programs, tmp_path):
     outputs, ranks = [tmp_path / str(rank) for rank in range(2)], []

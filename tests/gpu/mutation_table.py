@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-COPIES = "tests/gpu/test_copies.py"
+COPIES = "tests/gpu/test_snapshot_gpu.py"
 CHECKPOINTS = "tests/gpu/test_checkpoints_gpu.py"
 MODEL = "tests/gpu/test_model_gpu.py"
 PREFETCHING = "tests/gpu/test_prefetching.py"

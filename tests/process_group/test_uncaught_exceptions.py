@@ -204,7 +204,7 @@ def fail_on_rank_0(call):
 @pytest.mark.parametrize(("call", "said"), FAILING.values(), ids=FAILING)
 def test_what_rank_0_raises_and_all_hear_of_is_said_once(call, said):
     (first,), (other,) = launched(fail_on_rank_0, call, size=2)
-    said = rf"{said} \(\S*test_uncaught\.py:\d+\)"
+    said = rf"{said} \(\S*test_uncaught_exceptions\.py:\d+\)"
     assert re.fullmatch(rf"\[0/2\] failed: {said}", first)
     assert re.match(rf"\[1/2\] failed because rank 0 failed first: {said}; here: ", other)
 

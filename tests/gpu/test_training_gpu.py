@@ -156,7 +156,7 @@ ENV = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # cuBLAS reads it when it starts
 
 
 @pytest.mark.parametrize("microbatch_size", [2, 3])
-def test_exact_is_the_same_to_the_last_bit_on_one_two_and_three_ranks(microbatch_size, device):
+def test_exact_is_bitwise_equal_on_one_two_and_three_ranks(microbatch_size, device):
     first, *others = [
         result
         for size in (1, 2, 3)

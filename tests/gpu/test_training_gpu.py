@@ -309,7 +309,7 @@ def launches_of_steps(device):
         return counts
 
 
-def test_a_step_of_two_ranks_launches_few_kernels_more_than_ddp_by_hand(hardware):
+def test_a_step_of_two_ranks_launches_few_kernels_more_than_ddp(hardware):
     if hardware != "sim":
         pytest.skip("the simulated device counts launches")
     for small, of_small, large, of_large in launched(launches_of_steps, "sim", size=2):

@@ -31,7 +31,7 @@ ARITHMETIC = {"test_same_batches.py", "test_plan.py", "test_position.py"}
 # Files of few tests that take long, the longest first.
 LONGEST = (
     *("test_kills.py", "test_soak.py", "test_one_rank.py", "test_every_world_size.py"),
-    *("test_command.py", "test_started.py", "test_exact_matrix.py", "test_exact_step.py"),
+    *("test_command.py", "test_child_processes.py", "test_exact_matrix.py", "test_exact_step.py"),
     *("test_hang.py", "test_comm_errors.py", "test_shutdown.py", "test_watchdog.py"),
     *("test_workers.py", "test_same_batches.py", "test_interpreter_end.py", "test_public_api.py"),
     *("test_elastic.py", "test_examples.py", "test_benchmarks.py"),

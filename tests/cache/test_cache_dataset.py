@@ -304,7 +304,7 @@ def test_what_an_older_cache_says_of_its_source_may_be_damaged(tmp_path, told, t
     assert lines(told) == [BUILDS.format(tmp_path)]
 
 
-def test_another_subset_is_a_change_though_the_samples_looked_at_are_the_same(tmp_path):
+def test_another_subset_builds_the_cache_again(tmp_path):
     source = Samples(lambda i: i, 101)
     for left_out in (5, 6):  # as leave-one-out does
         kept = [i for i in range(101) if i != left_out]
@@ -415,7 +415,7 @@ def build_in_progress(directory, *, locks=True):
         here.close()
 
 
-def test_a_killed_build_is_no_cache_the_one_before_stands_and_the_next_build_cleans_up(tmp_path):
+def test_a_killed_build_keeps_the_last_cache_and_is_cleaned_up(tmp_path):
     with build_in_progress(tmp_path) as (process, _):
         process.kill()
     files = [f"{n}{of}.bin" for n in (0, 1) for of in ("", ".places")]
@@ -452,7 +452,7 @@ def _build_too(directory, pipe):
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_of_two_that_build_at_once_the_second_waits_and_reads_or_builds(tmp_path, killed):
+def test_a_second_builder_waits_for_the_first_to_end(tmp_path, killed):
     to_second, there = multiprocessing.Pipe()
     second = multiprocessing.get_context("forkserver").Process(
         target=_build_too, args=(tmp_path, there)
@@ -473,7 +473,7 @@ def test_of_two_that_build_at_once_the_second_waits_and_reads_or_builds(tmp_path
     to_second.close()
 
 
-def test_of_two_that_build_where_there_are_no_locks_each_reads_whole_files(tmp_path, monkeypatch):
+def test_concurrent_builds_without_locks_keep_the_first_files(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", _lockless)
     with build_in_progress(tmp_path, locks=False) as (_, to_first):
         cached = cache_dataset(Samples(pair, 200), tmp_path, num_workers=0)
@@ -501,7 +501,7 @@ def _limited(directory):
     return len(cache_dataset(Samples(pair, 1000), directory, num_workers=0))
 
 
-def test_files_that_do_not_fit_are_an_oserror_and_the_cache_before_stands(tmp_path):
+def test_a_write_error_in_a_build_keeps_the_last_cache(tmp_path):
     pytest.importorskip("resource")
     cache_dataset(Samples(pair), tmp_path)
     before = contents(tmp_path)
@@ -535,9 +535,7 @@ def test_a_disk_that_fills_up_is_an_error_and_nothing_is_left(samples, small_dis
     assert [path.name for path in place.iterdir()] == ["pardata-lock"]
 
 
-def test_a_cache_that_another_process_has_just_replaced_is_not_taken_for_its_own(
-    tmp_path, monkeypatch
-):
+def test_a_cache_that_another_process_replaced_raises(tmp_path, monkeypatch):
     cache_dataset(Samples(pair), tmp_path / "other")
     # Built, and replaced at once.
     monkeypatch.setattr(_cache_dataset, "build_if_missing", lambda *_: None)
@@ -644,7 +642,7 @@ def test_what_is_sent_to_a_worker_is_small_and_holds_no_data(tmp_path):
     assert cached.source is source
 
 
-def test_a_cache_that_was_built_again_since_is_an_error_where_it_arrives(tmp_path):
+def test_unpickling_a_cache_that_was_rebuilt_raises(tmp_path):
     cached = cache_dataset(Samples(pair), tmp_path)
     sent = pickle.dumps(cached)
     cache_dataset(Samples(pair, 11), tmp_path)

@@ -60,7 +60,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_sample_comes_back_as_it_was_and_its_batch_as_the_data_loader_has_it(name):
+def test_samples_and_their_batch_come_back_unchanged(name):
     samples = [KINDS[name](i) for i in range(3)]
     back, batch = stored(samples)
     assert equal(back, samples)

@@ -101,9 +101,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_one_that_is_not_what_was_written_is_passed_over_and_it_is_said_why(
-    change, saved, tmp_path
-):
+def test_a_damaged_checkpoint_is_skipped_and_the_reason_is_logged(change, saved, tmp_path):
     directory = shutil.copytree(saved, tmp_path / "run")
     file, make, why = CHANGES[change]
     third = paths(directory)[2]
@@ -158,7 +156,7 @@ def test_a_new_run_beside_others_begins_whatever_their_names(before, new, saved,
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_chosen_step_is_restored_or_it_is_said_which_ones_there_are(size, saved, tmp_path):
+def test_restore_at_a_step_loads_it_or_raises(size, saved, tmp_path):
     directory = shutil.copytree(saved, tmp_path / "run")
     (paths(directory)[1] / "state.pt").write_text("")
     for first, second, ninth in run_caught(restore_steps, directory, 1, 2, 9, world_size=size):

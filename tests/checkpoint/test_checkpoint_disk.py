@@ -38,7 +38,7 @@ def claim(directory, _):
     return lambda: rank_zero_call(lambda: [shutil.rmtree(p) for p in directory.glob(".unf*")])
 
 
-def test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+def test_a_checkpoint_is_synced_to_disk_before_it_is_renamed(tmp_path, monkeypatch):
     synced, on_disk = [], os.fsync
     inode = lambda path: path.stat().st_ino  # noqa: E731
 
@@ -83,7 +83,7 @@ def meet_trouble(directory, trouble, kind, asynchronous):
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize(("size", "kind"), [(1, "value"), (3, "value"), (2, "shards")])
 @pytest.mark.parametrize("trouble", TROUBLES)
-def test_in_trouble_every_rank_is_told_each_time_and_what_was_there_stands(
+def test_a_failed_save_raises_on_every_rank_and_keeps_checkpoints(
     trouble, size, kind, asynchronous, tmp_path
 ):
     directory = tmp_path / "run"
@@ -193,7 +193,7 @@ def interrupt_and_save(directory):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_save_after_ctrl_c_in_a_wait_waits_for_what_is_still_written(size, tmp_path):
+def test_a_save_after_an_interrupted_wait_waits_for_the_writer(size, tmp_path):
     assert run_caught(interrupt_and_save, tmp_path, world_size=size) == [([1, 2, 3], 3)] * size
 
 
@@ -221,7 +221,7 @@ def fail_in_the_background(directory):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_an_error_in_the_background_is_raised_by_the_next_call_on_every_rank(size, tmp_path):
+def test_the_next_call_raises_a_background_error_on_every_rank(size, tmp_path):
     for raised, after in run_caught(fail_in_the_background, tmp_path, world_size=size):
         for error in raised:
             text = "OSError: [Errno 27] File too large, while saving step 1"

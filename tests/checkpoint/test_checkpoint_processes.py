@@ -42,9 +42,7 @@ ENDING = """if True:
     [("empty", "end", 0), ("empty", "exit", 5), ("empty", "raise", 1),
      ("full", "end", 1), ("full", "exit", 1), ("full", "raise", 1), ("full", "asked", 0)],
 )  # fmt: skip
-def test_a_process_finishes_the_last_one_and_ends_with_status_1_where_that_fails_and_nobody_asked(
-    disk, how, status, programs, tmp_path
-):
+def test_exit_completes_the_last_save_or_reports_its_failure(disk, how, status, programs, tmp_path):
     output, directory = tmp_path / "output", tmp_path / "run"
     ended = programs.start(ENDING, directory, disk, how, output=output)
     assert ended.wait() == status
@@ -72,9 +70,7 @@ FORKING = """if True:
 """
 
 
-def test_a_child_that_is_forked_while_one_is_written_ends_and_does_not_wait_for_it(
-    programs, tmp_path
-):
+def test_a_forked_child_does_not_wait_for_a_background_save(programs, tmp_path):
     ended = programs.start(FORKING, tmp_path / "run", output=tmp_path / "output")
     assert ended.wait() == 0, (tmp_path / "output").read_text()
     assert whole_steps(tmp_path / "run") == [4]

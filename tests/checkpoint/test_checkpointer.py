@@ -72,7 +72,7 @@ def restore_each(directory):
     return found
 
 
-def test_every_strategy_at_2_processes_is_restored_under_every_other_at_1_and_3(tmp_path):
+def test_every_strategy_restores_under_every_other_at_other_sizes(tmp_path):
     saved = run(save_each, tmp_path, world_size=2)
     for strategy, (_, weights) in saved[0].items():
         plain = Net()
@@ -99,7 +99,7 @@ def restore_one(directory, before, strategy, options):
     return digest
 
 
-def test_replicas_of_shards_and_of_blocks_are_restored_under_every_other_and_back(tmp_path):
+def test_hsdp_checkpoints_restore_under_every_strategy_and_back(tmp_path):
     replicas = "fsdp", {"replicate": 2, "blocks": nn.BatchNorm1d}
     expected = run(save_one, tmp_path / "4", *replicas, world_size=4)
     for strategy, size in [("none", 1), ("fsdp", 2), ("fsdp", 3), ("ddp", 3), ("exact", 2)]:
@@ -141,9 +141,7 @@ def test_an_exact_run_goes_on_to_the_bit_at_any_other_size(tmp_path):
 
 
 @pytest.mark.parametrize(("strategy", "size"), [("none", 1), ("ddp", 2), ("fsdp", 3)])
-def test_at_the_same_size_a_run_goes_on_to_the_bit_with_the_generators_of_every_rank(
-    strategy, size, tmp_path
-):
+def test_resuming_at_the_same_world_size_is_bitwise_equal(strategy, size, tmp_path):
     run(train_on, strategy, None, 3, tmp_path, world_size=size)
     expected = run(train_on, strategy, None, 6, None, world_size=size)
     assert run(train_on, strategy, tmp_path, 3, None, world_size=size) == expected
@@ -184,7 +182,7 @@ def restore_a_run(directory, *names):
     return left, microbatch_seed(None), [line for line in log.lines if "random generators" in line]
 
 
-def test_seed_and_generators_come_back_only_if_a_loader_says_that_the_run_goes_on(tmp_path):
+def test_restore_without_a_loader_leaves_the_generators_alone(tmp_path):
     for size in (1, 2):
         run(save_a_run, tmp_path / str(size), 5, world_size=size)
     seed = {number: seed_under(number, calls) for number, calls in [(5, 1), (8, 0)]}
@@ -195,7 +193,7 @@ def test_seed_and_generators_come_back_only_if_a_loader_says_that_the_run_goes_o
                 assert (left, next_seed, lines) == (True, seed[8][rank], [])
 
 
-def test_at_another_size_a_loader_brings_the_seed_and_the_log_says_what_it_does_not(tmp_path):
+def test_another_world_size_restores_the_seed_but_no_generators(tmp_path):
     run(save_a_run, tmp_path, 5, world_size=2)
     for size in (1, 2, 3):
         found = run(restore_a_run, tmp_path, "model", "position", world_size=size)
@@ -393,9 +391,7 @@ def save_what_is_refused(directory, only_rank):
 
 
 @pytest.mark.parametrize(("size", "only_rank"), [(1, 0), (3, 1)])
-def test_what_could_be_loaded_only_by_running_code_is_refused_on_every_rank_by_its_path(
-    size, only_rank, tmp_path
-):
+def test_saving_an_object_that_needs_code_raises_on_every_rank(size, only_rank, tmp_path):
     outcomes = run_caught(save_what_is_refused, tmp_path, only_rank, world_size=size)
     for rank, (raised, after) in enumerate(outcomes):
         assert (after.step, after.values) == (1, {"x": 1})
@@ -464,7 +460,7 @@ def save_what_differs(directory):
     return raised, checkpointer.restore()
 
 
-def test_ranks_that_pass_what_differs_are_told_on_every_rank_with_a_table(tmp_path):
+def test_saving_different_values_raises_a_table_on_every_rank(tmp_path):
     for raised, after in run_caught(save_what_differs, tmp_path, world_size=2):
         assert (after.step, after.values) == (9, {"x": 1})
         for (_, text), error in zip(DIFFERING, raised, strict=True):
@@ -540,9 +536,7 @@ def restore_other_groups(directory):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_state_that_does_not_fit_is_refused_on_every_rank_by_the_name_of_its_object(
-    size, tmp_path
-):
+def test_a_state_that_does_not_fit_raises_on_every_rank(size, tmp_path):
     for error in run_caught(restore_other_groups, tmp_path, world_size=size):
         assert error.type == "RuntimeError"
         assert "the state of `zopt` does not fit this SGD (ValueError: loaded state" in error.text
@@ -567,7 +561,7 @@ def restore_what_cannot_be_looked_at(directory):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_an_object_that_cannot_be_looked_at_on_one_rank_is_an_error_on_every_rank(size, tmp_path):
+def test_a_failing_state_dict_on_one_rank_raises_on_every_rank(size, tmp_path):
     *others, last = run(restore_what_cannot_be_looked_at, tmp_path, world_size=size)
     assert (last[0].type, last[0].text) == ("OSError", "no state")
     text = f"rank {size - 1} failed in `Checkpointer.restore`: OSError: no state\n(seen on rank"

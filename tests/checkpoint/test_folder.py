@@ -73,7 +73,7 @@ def test_the_newest_are_kept(keep, kept, tmp_path):
     assert (whole_steps(tmp_path), leftovers(tmp_path)) == (kept, [])
 
 
-def test_the_newest_is_the_last_one_written_where_steps_go_back_or_come_again(tmp_path):
+def test_the_newest_checkpoint_is_the_last_one_written(tmp_path):
     checkpointer = save_steps(tmp_path, 5, 5, 3)
     assert (whole_steps(tmp_path), checkpointer.restore().step) == ([5, 5, 3], 3)
     checkpointer.save(5, value=7)
@@ -128,7 +128,7 @@ def test_a_new_attempt_removes_what_the_last_one_was_killed_over(tmp_path):
 
 
 @pytest.mark.parametrize("end", ["finish", "fail"])
-def test_the_older_of_two_is_told_who_the_other_one_is_and_changes_nothing(end, tmp_path):
+def test_the_older_of_two_writers_raises_and_writes_nothing(end, tmp_path):
     older, newer = Writer(tmp_path), Writer(tmp_path)
     older.act("write", 1)
     older.act("begin", 2)
@@ -164,7 +164,7 @@ def test_a_newer_one_is_above_what_an_older_one_has_begun(tmp_path):
 
 
 @pytest.mark.parametrize("left", ["", "run"])
-def test_the_older_one_stays_the_older_one_also_where_the_directory_was_emptied(left, tmp_path):
+def test_the_older_writer_raises_after_the_directory_was_emptied(left, tmp_path):
     directory = tmp_path / "run"
     older, newer = Writer(directory), Writer(directory)
     older.act("write", 1)

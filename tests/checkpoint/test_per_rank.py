@@ -58,9 +58,7 @@ def restore_own(directory):
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_each_rank_gets_its_own_back_and_other_sizes_are_told_what_they_do_not(
-    size, asynchronous, tmp_path
-):
+def test_per_rank_values_are_restored_only_at_the_same_size(size, asynchronous, tmp_path):
     saved = run_caught(save_own, tmp_path, asynchronous, world_size=size)
     assert whole_steps(tmp_path) == [0, 2, 3]
     files = [f"rank-{rank:05d}.pt" for rank in range(size)]
@@ -86,7 +84,7 @@ def test_each_rank_gets_its_own_back_and_other_sizes_are_told_what_they_do_not(
         assert [line.removeprefix(f"[0/{other}] ") for line in lines] == [told] * (rank == 0)
 
 
-def test_a_damaged_file_of_any_rank_makes_the_checkpoint_one_that_is_skipped(tmp_path):
+def test_a_damaged_file_of_any_rank_skips_the_checkpoint(tmp_path):
     run_caught(save_own, tmp_path, False, world_size=3)
     newest, older = paths(tmp_path)[::-1][:2]
     (newest / "rank-00002.pt").unlink()
@@ -118,9 +116,7 @@ def save_without_room(directory, asynchronous):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_rank_that_cannot_write_is_an_error_on_all_and_the_last_checkpoint_stands(
-    asynchronous, tmp_path
-):
+def test_a_write_error_on_one_rank_raises_on_every_rank(asynchronous, tmp_path):
     found = run_caught(save_without_room, tmp_path, asynchronous, world_size=2)
     for rank, (error, left, values) in enumerate(found):
         assert error.type == "OSError"

@@ -57,7 +57,7 @@ def save_where_rank_0_fails(directory):
     return str(raised), checkpointer.steps()
 
 
-def test_rank_0_that_fails_after_its_parts_are_written_is_an_error_on_every_rank(tmp_path):
+def test_a_late_error_on_rank_0_raises_on_every_rank(tmp_path):
     for raised, steps in run(save_where_rank_0_fails, tmp_path, world_size=2, timeout=30):
         assert raised.startswith("OSError: ")
         assert "rank 0: OSError(5, 'broken disk')" in raised
@@ -81,7 +81,7 @@ def save_at_once(directory):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_an_asynchronous_save_has_the_parts_of_its_moment_each_under_its_own_name(size, tmp_path):
+def test_an_asynchronous_save_keeps_the_shards_of_its_step(size, tmp_path):
     one = [100.0 + k for k in range(10)]
     other = [100.0 + 3 * k for k in range(10)]
     expected = ({"value": 2}, one, other, [])

@@ -65,7 +65,7 @@ def gradients_of(how):
 
 @pytest.mark.parametrize("how", ["backward", "loss.backward"])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_the_gradient_of_a_loss_over_all_rows_is_that_of_one_process(size, how):
+def test_gradients_over_gathered_rows_equal_those_of_one_process(size, how):
     assert run_caught(gradients_of, how, world_size=size) == [[True] * 5] * size
 
 
@@ -108,7 +108,7 @@ def gather_otherwise(changed):
 
 
 @pytest.mark.parametrize("changed", ["requires_grad", "flag"])
-def test_ranks_that_differ_get_an_error_on_every_rank_and_the_group_goes_on(changed):
+def test_different_arguments_raise_on_every_rank(changed):
     for error, after in run_caught(gather_otherwise, changed, world_size=3):
         structure = "structure='value: rows of torch.float32"
         assert f"rank 0: {structure}'\n  ranks 1, 2: {structure}, differentiable'" in error.text

@@ -171,7 +171,7 @@ def _refused(failing):
 
 
 @pytest.mark.parametrize(("size", "failing"), [(1, 0), (3, 1)])
-def test_what_is_refused_on_one_rank_is_an_error_on_all_and_the_group_stays_usable(size, failing):
+def test_an_invalid_value_on_one_rank_raises_on_every_rank(size, failing):
     for rank, (found, after) in enumerate(on_every_rank(_refused, size, failing)):
         for raised, (*_, said) in zip(found, REFUSED, strict=True):
             told = f"RuntimeError: rank {failing} failed in `all_reduce_mean`: "
@@ -205,7 +205,7 @@ def _different():
     ]
 
 
-def test_structures_that_differ_are_a_table_on_every_rank_and_the_group_stays_usable():
+def test_different_structures_raise_a_table_on_every_rank():
     for found in run(_different, world_size=2):
         for (raised, after), (call, *_, shown) in zip(found, DIFFERENT, strict=True):
             assert str(raised).startswith(
@@ -223,7 +223,7 @@ def _same_in_other_clothes():
     return all_reduce_mean(other if rank else one), all_reduce_sum(other if rank else one)
 
 
-def test_a_float_meets_a_tensor_and_the_order_of_keys_does_not_matter():
+def test_floats_reduce_with_tensors_and_keys_in_any_order():
     first, second = run(_same_in_other_clothes, world_size=2)
     assert repr(first[0]) == "{'a': 1.0, 'b': tensor(2.), 'c': [3.0]}"
     assert repr(dict(second[0])) == "{'c': (3.0,), 'b': 2.0, 'a': tensor(1.)}"
@@ -231,7 +231,7 @@ def test_a_float_meets_a_tensor_and_the_order_of_keys_does_not_matter():
     assert repr(dict(second[1])) == "{'c': (6.0,), 'b': 4, 'a': tensor(2)}"
 
 
-def test_a_scalar_of_numpy_is_a_number_and_a_kind_of_tuple_a_tuple():
+def test_numpy_scalars_reduce_as_numbers_and_sizes_as_tuples():
     found = all_reduce_mean([np.array(0.5), torch.Size([1, 2])])
     assert repr(found) == "[0.5, (1.0, 2.0)]"
 
@@ -300,7 +300,7 @@ def _of_mappings():
     return found
 
 
-def test_every_kind_of_mapping_comes_back_with_the_right_values_and_is_not_changed():
+def test_every_kind_of_mapping_is_reduced_and_not_changed():
     expected = {"cat": 3, "dog": 4}, {"cat": 1, "dog": 2}, {"cat": 2, "dog": 2}
     for found in run(_of_mappings, world_size=2):
         assert found == [[(kind, each) for each in expected] for _, kind in MAPPINGS]
@@ -397,7 +397,7 @@ def _large(make):
 
 
 @pytest.mark.parametrize("make", [int, torch.tensor])
-def test_sums_of_whole_numbers_are_exact_below_2_to_the_53_and_errors_beyond(make):
+def test_integer_sums_are_exact_or_raise_beyond_2_to_the_53(make):
     for *exact, one, two, three in run(_large, make, world_size=2):
         assert exact == [sum(case) for case in EXACT_SUMS]
         for raised in (one, two, three):

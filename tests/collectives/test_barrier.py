@@ -77,7 +77,7 @@ def wait_without(absent, call):
     ("call", "absent", "names"),
     [(call, [0], "rank 0") for call in WAITS] + [("barrier('epoch 3')", [0, 2], "ranks 0, 2")],
 )
-def test_who_waits_too_long_is_told_who_did_not_come_and_what_to_do(call, absent, names):
+def test_a_timeout_names_the_call_and_the_missing_ranks(call, absent, names):
     size = len(absent) + 1
     raised = run_caught(wait_without, absent, call, world_size=size, fresh=True)[1]
     assert str(raised).startswith(
@@ -141,7 +141,7 @@ def fail_on_node(failing):
             raise ValueError("no disk")
 
 
-def test_the_first_rank_of_each_node_goes_first_where_local_and_fails_for_all(tmp_path):
+def test_local_goes_first_on_each_node_and_raises_on_every_rank(tmp_path):
     outcomes = run_caught(first_on_each_of_two_nodes, tmp_path, world_size=4, fresh=True)
     for rank, (found, raised, total) in enumerate(outcomes):
         assert found == [rank % 2 == 1] * 2
@@ -192,7 +192,7 @@ def fail_and_go_on():
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_an_exception_on_rank_0_is_raised_on_every_rank_at_once_with_its_origin(size):
+def test_an_exception_on_rank_0_is_raised_on_every_rank(size):
     for rank, (found, total, result) in enumerate(run_caught(fail_and_go_on, world_size=size)):
         for raised, (_, place, error) in zip(found, FAILING, strict=True):
             assert raised.seconds < 30
@@ -291,7 +291,7 @@ def watched_error():
     return watched() is None
 
 
-def test_an_error_is_gone_when_it_is_caught_and_all_that_its_frames_held_with_it():
+def test_a_caught_error_is_freed_without_garbage_collection():
     assert run(watched_error, world_size=2) == [True, True]
 
 
@@ -318,7 +318,7 @@ def nest():
     return raised
 
 
-def test_a_call_of_all_ranks_while_they_wait_for_one_is_an_error_on_every_rank():
+def test_a_collective_inside_a_rank_0_call_raises_on_every_rank():
     for found in run(nest, world_size=2):
         for raised, (call, place, _) in zip(found, NESTED, strict=True):
             assert str(raised) == (

@@ -72,7 +72,7 @@ def late_on_rank_1(here):
     return work
 
 
-def test_a_timeout_names_call_step_line_and_the_rank_that_did_not_come():
+def test_a_timeout_names_the_call_the_step_and_the_rank():
     first, _, last = launched(raised_by, late_on_rank_1, size=3)
     for raised in (first, last):
         assert raised.text.startswith(
@@ -120,7 +120,7 @@ def reduce_on_the_last_rank(here):
     return (lambda: all_reduce_sum(1)) if here.rank == here.size - 1 else step
 
 
-def test_a_rank_that_reduces_while_the_others_are_in_backward_is_told_so_on_all():
+def test_an_all_reduce_during_the_others_backward_raises_on_every_rank():
     # On one connection gloo would end a process, which is sent more than it expects.
     for rank, raised in enumerate(launched(raised_by, reduce_on_the_last_rank, size=3)):
         call = "all_reduce_sum" if rank == 2 else "backward"
@@ -135,7 +135,7 @@ def fingerprint_on_rank_0(here):
     return (lambda: None) if here.rank else (lambda: pardata.fingerprint(model))
 
 
-def test_a_fingerprint_of_shards_on_rank_0_alone_is_told_by_its_name():
+def test_a_timeout_names_a_fingerprint_that_one_rank_calls():
     raised, *_ = launched(raised_by, fingerprint_on_rank_0, size=3)
     assert raised.type == "TimeoutError"
     assert raised.text.startswith("`fingerprint` must be reached by every rank, but rank")
@@ -146,7 +146,7 @@ def count_on_rank_0(here):
     return a_step(here, samples=1, **options)
 
 
-def test_where_all_wait_for_different_things_in_one_call_the_arguments_are_suspected():
+def test_a_timeout_of_different_waits_suggests_different_arguments():
     for raised in launched(raised_by, count_on_rank_0, size=3):
         assert raised.text.startswith("`backward (epoch 0, step 0)` must be reached by every rank")
         assert "give the call the same arguments (`count`), and the model the same" in raised.text
@@ -171,7 +171,7 @@ def lose_in(places):
         dist.destroy_process_group()
 
 
-def test_where_all_fail_in_one_call_the_network_is_suspected_and_the_innermost_explains():
+def test_a_failure_on_every_rank_suggests_the_network():
     for text, follows in launched(lose_in, ["inner"] * 2, size=2):
         assert text.startswith("`inner` must be reached by every rank, but they wait for different")
         assert "or the network is down; this rank waits at " in text

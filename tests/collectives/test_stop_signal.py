@@ -59,7 +59,7 @@ def diverge(odd):
 
 
 @pytest.mark.parametrize("odd", [0, 1])
-def test_ranks_of_which_one_is_in_another_collective_are_told_and_the_group_stays_usable(odd):
+def test_a_different_collective_on_one_rank_raises_on_every_rank(odd):
     for raised, total in run(diverge, odd, world_size=3):
         start = "RuntimeError: every rank must make the same calls in the same order,"
         assert str(raised).startswith(start)
@@ -82,7 +82,7 @@ def be_asked():
     os.kill(os.getpid(), signal.SIGUSR2)
 
 
-def test_handlers_are_those_of_before_after_the_block_and_hear_nothing_in_it(mine, caplog):
+def test_previous_handlers_are_restored_and_not_called_inside_the_block(mine, caplog):
     with caplog.at_level("INFO", logger="pardata"), StopSignal() as stop:
         be_asked()
         assert stop.requested
@@ -111,7 +111,7 @@ def repeated_where_only_rank_0_was_asked():
     return stop.requested
 
 
-def test_nor_does_it_end_a_rank_that_stops_before_it_gets_its_own_signal():
+def test_a_late_signal_does_not_end_a_rank_that_stops():
     assert run(repeated_where_only_rank_0_was_asked, world_size=2) == [True, True]
 
 

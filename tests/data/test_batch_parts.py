@@ -216,7 +216,7 @@ def test_a_data_set_that_reads_whole_batches_is_asked_for_them(reproducible):
     assert steps(loader_of(subset, 2, reproducible=reproducible)) == [[49, 36]]
 
 
-def test_the_samples_of_a_whole_batch_are_collated_and_a_batch_is_taken_as_it_is():
+def test_getitems_samples_are_collated_and_batches_are_kept():
     def first(form, **options):
         return next(iter(loader_of(Whole(form), 2, sampler=[2, 1], **options)))
 
@@ -228,7 +228,7 @@ def test_the_samples_of_a_whole_batch_are_collated_and_a_batch_is_taken_as_it_is
     assert first(tuple, collate_fn=sum) == 5  # a collate_fn has the last word
 
 
-def test_an_error_in_a_whole_batch_names_its_samples_and_in_a_subset_of_others_the_sample():
+def test_a_read_error_names_the_batch_or_the_single_sample():
     with pytest.raises(RuntimeError, match=r"^samples \[0, 4\] could not be read on rank 0: Index"):
         list(loader_of(Subset(Whole(), [1]), 2, sampler=[0, 4]))
     for indices in ([0, 4], [0, -9]):
@@ -251,7 +251,7 @@ class Scaled(Numbers):
         return index + self.offset
 
 
-def test_the_attributes_of_the_data_set_are_seen_and_set_where_a_worker_finds_it():
+def test_a_worker_reads_and_sets_attributes_of_the_dataset():
     options = {"num_workers": 1, "multiprocessing_context": "spawn"}
     loader = loader_of(Scaled(4), 2, worker_init_fn=_seen_by_a_worker, **options)
     assert steps(loader) == [[24, 25], [26, 27]]

@@ -56,7 +56,7 @@ def _of_sizes(kind, workers, state=None):
 
 
 @pytest.mark.parametrize("kind", [Curriculum, WithoutLength])
-def test_a_sampler_has_the_length_of_each_epoch_and_resumes_in_each_at_any_size(kind):
+def test_a_sampler_sets_each_epochs_length_and_resumes_at_any_size(kind):
     whole = _of_sizes(kind, 0)
     shown = [(epoch, numbers) for epoch, numbers, _ in whole]
     of_first = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
@@ -86,7 +86,7 @@ def _tail():
     return [steps(loader) for _ in range(2)]
 
 
-def test_the_tail_of_an_epoch_of_a_sampler_may_have_no_sample_for_a_rank():
+def test_the_tail_of_an_epoch_may_leave_ranks_without_samples():
     first = [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert _tail() == [first, [*first, [8]]]
     epochs = zip(*run(_tail, world_size=2), strict=True)
@@ -199,7 +199,7 @@ def test_workers_live_on_if_nothing_changed():
     assert loader._source.workers is before
 
 
-def test_a_fingerprint_is_that_of_what_was_delivered_if_a_sampler_has_changed():
+def test_a_changed_sampler_does_not_change_the_delivered_fingerprint():
     sampler = WeightedRandomSampler([1.0] * 9, 9)
     loader = loader_of(9, 3, sampler=sampler)
     steps(loader)

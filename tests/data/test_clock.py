@@ -99,7 +99,7 @@ def _lines():
     return [(record.levelno, line) for record, line in zip(log.records, log.lines, strict=True)]
 
 
-def test_an_epoch_that_waited_long_says_so_once_on_rank_0_and_what_to_change():
+def test_a_long_wait_for_data_is_logged_once_on_rank_0():
     line = (
         "[0/3] the epoch waited 60% of its 10.0 s for data: more num_workers "
         "read in parallel, cache_dataset decodes once, and batch_transform does a whole batch at a "
@@ -129,9 +129,7 @@ def test_it_speaks_from_so_many_percent_and_seconds_on(wait, work, lines, log):
 
 
 @pytest.mark.parametrize(("delivered", "left_after"), [(0, 4), (5, None)])
-def test_an_epoch_that_was_left_or_of_which_nothing_was_left_does_not_count(
-    delivered, left_after, log
-):
+def test_incomplete_and_empty_epochs_log_no_wait_for_data(delivered, left_after, log):
     with fake_time() as clock:
         loader = loader_of(Slow(clock, 10))
         loader.load_state_dict({**loader.state_dict(), "delivered": delivered})

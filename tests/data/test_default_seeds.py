@@ -42,7 +42,7 @@ def test_a_run_that_is_seeded_again_is_the_same_run():
     assert orders() != first
 
 
-def test_a_loader_with_a_seed_and_one_that_was_refused_are_not_counted():
+def test_seeded_and_invalid_loaders_do_not_change_default_seeds():
     expected = orders(2)
     first, other = shuffled(), shuffled(seed=9)
     with pytest.raises(ValueError, match="batch_size"):

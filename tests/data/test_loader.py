@@ -16,7 +16,7 @@ def loader_of_six(**options):
     return loader_of(6, 2, shuffle=True, **options)
 
 
-def test_a_trainer_that_tells_a_batch_samplers_sampler_the_epoch_tells_the_loader():
+def test_set_epoch_of_a_batch_samplers_sampler_sets_the_loaders_epoch():
     loader = loader_of_six()
     loader.batch_sampler.sampler.set_epoch(3)
     assert loader.epoch == 3
@@ -40,7 +40,7 @@ def _two_steps_of_each(data, state=None):
 
 
 @pytest.mark.parametrize("data", [16, Count(16)], ids=["map-style", "stream"])
-def test_an_epoch_left_by_a_break_counts_as_done_and_a_state_after_it_resumes_in_the_next(data):
+def test_an_epoch_left_by_a_break_counts_as_done(data):
     (whole, (state, *_), (line,)), _ = run(_two_steps_of_each, data, world_size=2)
     assert [epoch for epoch, _ in whole] == [0, 0, 1, 1, 2, 2]
     assert "to resume in this one, save before the `break`" in line
@@ -49,7 +49,7 @@ def test_an_epoch_left_by_a_break_counts_as_done_and_a_state_after_it_resumes_in
 
 
 @pytest.mark.parametrize("data", [8, Count(8)], ids=["map-style", "stream"])
-def test_a_state_of_the_last_step_resumes_in_its_body_which_ends_as_any_other(data):
+def test_a_state_of_the_last_step_resumes_at_the_epochs_end(data):
     loader, again = loader_of(data, 4), loader_of(data, 4)
     for _ in loader.epochs(3):
         for _ in loader:
@@ -59,7 +59,7 @@ def test_a_state_of_the_last_step_resumes_in_its_body_which_ends_as_any_other(da
     assert [(epoch, len(list(again))) for epoch in again.epochs(3)] == [(0, 0), (1, 2), (2, 2)]
 
 
-def test_a_state_after_the_loop_of_epochs_was_left_or_in_an_error_is_in_the_middle():
+def test_leaving_epochs_early_keeps_the_position_in_the_epoch():
     loader = loader_of_six()
     for _ in loader.epochs(2):
         try:
@@ -93,7 +93,7 @@ def _first_and_last_of_five():
     return [caught(list, loader_of(length, 4, collate_fn=len)) for length in (4, 5)]
 
 
-def test_a_batch_of_any_kind_will_do_as_long_as_everybody_has_a_sample():
+def test_batches_of_any_type_work_while_every_rank_has_samples():
     assert [found[0] for found in run(_first_and_last_of_five, world_size=2)] == [[2]] * 2
     assert {found[1].type for found in run(_first_and_last_of_five, world_size=2)} == {"TypeError"}
     assert _first_and_last_of_five() == [[4], [4, 1]]
@@ -144,7 +144,7 @@ def _reading_fails(workers):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_error_in_the_data_set_names_the_sample_the_rank_the_worker_and_what_it_was(workers):
+def test_a_read_error_names_the_sample_the_rank_and_the_worker(workers):
     (found,) = run(_reading_fails, workers, world_size=1, fresh=True)
     for text, raised in found.items():
         where = "rank 0, worker 1" if workers else "rank 0"
@@ -216,7 +216,7 @@ def _stopped():
     return [found(*case) for case in STOPS]
 
 
-def test_a_stop_iteration_of_user_code_is_an_error_and_ends_no_epoch():
+def test_a_stop_iteration_in_user_code_raises_a_runtime_error():
     ranks = run(_stopped, world_size=2, fresh=True)
     for (what, _), text, other, raised in zip(STOPS, STOPS.values(), *ranks, strict=True):
         assert f"RuntimeError: {text}" in str(raised)

@@ -46,7 +46,7 @@ DATASETS = [
 
 
 @pytest.mark.parametrize("dataset", DATASETS)
-def test_anything_with_items_and_a_length_is_a_data_set_and_so_is_a_stream(dataset):
+def test_map_style_and_iterable_datasets_make_a_loader(dataset):
     loader = make_loader(dataset, 2, num_workers=0)
     assert isinstance(loader, Loader)
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4]]
@@ -212,7 +212,7 @@ def _worker_seeds():
     return [int(seeds[0]) for _ in range(2) for seeds in loader]
 
 
-def test_workers_of_each_rank_have_a_seed_of_their_own_and_the_same_in_every_run():
+def test_worker_seeds_differ_between_ranks_and_repeat_between_runs():
     one, other = run(_worker_seeds, world_size=2)
     assert one[0] != other[0]
     assert run(_worker_seeds, world_size=2) == [one, other]
@@ -271,7 +271,7 @@ def test_numbers_of_numpy_are_numbers():
 # --- batch samplers: the global batches ---
 
 
-def test_a_loader_of_a_batch_sampler_has_its_length_and_no_batch_size():
+def test_a_batch_sampler_sets_the_length_and_no_batch_size():
     loader = make_loader(range(28), batch_sampler=[[1, 2], [3]], num_workers=0)
     assert (len(loader), loader.batch_size) == (2, None)
     with pytest.raises(TypeError, match="that of its batch_sampler, but ByLength has none: give"):
@@ -285,9 +285,7 @@ ORDERS = [
 
 
 @pytest.mark.parametrize(("argument", "options", "one", "other"), ORDERS)
-def test_another_order_than_the_one_in_which_the_epoch_was_begun_is_refused(
-    argument, options, one, other
-):
+def test_resuming_an_epoch_with_another_order_raises(argument, options, one, other):
     def loader(order):
         return make_loader(range(9), num_workers=0, **{argument: order}, **options)
 

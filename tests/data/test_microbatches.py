@@ -28,7 +28,7 @@ def test_it_is_a_sequence_of_batches_that_knows_where_it_is():
         found[0] = "d"
 
 
-def test_it_may_be_empty_and_keeps_what_it_was_given_and_what_stands_in():
+def test_microbatches_may_be_empty_and_copy_their_arguments():
     batches, counts = ["a"], [4, 4]
     found, empty = microbatches(batches, 0, counts), microbatches(iter([]), 6, placeholder="z")
     batches.append("b")

@@ -18,7 +18,7 @@ def loader_of(transform, **options):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_transform_is_applied_to_each_batch_in_the_process_of_the_loop(workers):
+def test_a_transform_runs_on_each_batch_in_the_main_process(workers):
     seen = []
 
     def transform(batch):
@@ -32,7 +32,7 @@ def test_a_transform_is_applied_to_each_batch_in_the_process_of_the_loop(workers
     assert seen == 2 * [(here, None, [0, 1, 2]), (here, None, [3, 4, 5]), (here, None, [6])]
 
 
-def test_a_transform_gets_each_batch_or_microbatch_on_the_device_and_may_return_anything():
+def test_a_transform_gets_batches_on_the_device_and_returns_any_object():
     def collate(samples):
         return {"x": [torch.tensor(samples), "text"]}
 

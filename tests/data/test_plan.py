@@ -11,7 +11,7 @@ from pardata.rng._seeds import mix
 
 
 @given(st.integers(0, 10_000), st.integers(1, 17))
-def test_shares_are_runs_in_rank_order_that_differ_by_one_and_the_first_has_most(count, size):
+def test_shares_are_consecutive_and_differ_by_at_most_one(count, size):
     shares = [local_range(count, rank, size) for rank in range(size)]
     assert [position for part in shares for position in part] == list(range(count))
     counts = [len(part) for part in shares]

@@ -121,7 +121,7 @@ def _flat(step):
 
 
 @pytest.mark.parametrize("name", REPEATED)
-def test_a_sample_that_a_sampler_repeats_is_augmented_anew_and_the_same_everywhere(name):
+def test_repeated_samples_are_augmented_differently_and_reproducibly(name):
     whole = _repeated(name, 0)
     numbers = [number for step, _ in whole for number in _flat(step)]
     assert len({round(number % 1, 9) for number in numbers}) == len(numbers)
@@ -150,7 +150,7 @@ class Late(Numbers):
 
 
 @pytest.mark.parametrize("since", [5, 12])
-def test_what_draws_late_draws_as_if_it_always_had_and_is_read_once(since):
+def test_samples_that_start_to_draw_late_draw_the_same_numbers(since):
     data = Late(since)
     (late,) = epochs_of(data, 1)
     assert data.read == 13
@@ -174,7 +174,7 @@ class Seeded(Numbers):
 
 
 @pytest.mark.parametrize("kind", ["torch", "Python", "NumPy"])
-def test_a_seed_that_is_read_differs_in_each_sample_and_epoch_and_is_the_same_in_workers(kind):
+def test_a_seed_differs_in_each_sample_and_epoch(kind):
     found = epochs_of(Seeded(kind), 3)
     assert len({*flat(flat(found))}) == 3 * 13
     assert epochs_of(Seeded(kind), 3, num_workers=2) == found

@@ -47,7 +47,7 @@ def test_a_state_is_a_few_numbers_that_survive_json_and_weights_only(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_batch_is_delivered_once_the_loop_has_it_and_not_when_it_is_read(workers):
+def test_a_batch_counts_as_delivered_when_the_loop_receives_it(workers):
     loader = loader_of(num_workers=workers)
     assert place(loader) == (0, 0)
     batches = iter(loader)
@@ -137,7 +137,7 @@ def test_another_batch_size_resumes_at_the_next_sample_at_every_world_size(optio
         assert [epoch for *_, epoch in ranks] == [2] * world_size
 
 
-def test_a_batch_size_that_grows_twice_within_an_epoch_reads_each_sample_once():
+def test_growing_the_batch_size_mid_epoch_reads_each_sample_once():
     seen, state = [], None
     for batch_size in (4, 5, 7):
         loader = loader_of(batch_size=batch_size, **KEEPS)

@@ -105,7 +105,7 @@ def test_of_what_default_collate_makes_the_rows_count(name, number):
 
 
 @pytest.mark.parametrize("name", COUNTED)
-def test_of_columns_the_rows_of_the_first_count_and_of_lists_the_items(name):
+def test_columns_count_their_rows_and_lists_their_items(name):
     batch, number = COUNTED[name]
     assert num_samples(batch) == number
 
@@ -130,7 +130,7 @@ DELIVERED = {
 
 
 @pytest.mark.parametrize("name", DELIVERED)
-def test_a_delivered_batch_counts_what_was_read_for_it_also_in_another_container(name):
+def test_a_delivered_batch_counts_its_samples_in_any_container(name):
     batch = DELIVERED[name]()
     delivered.add(batch, ReadRecord(5, 1))
     assert num_samples(batch) == 5
@@ -282,7 +282,7 @@ def one_left_out(samples):
 
 
 @pytest.mark.parametrize("microbatch_size", [None, 2])
-def test_rows_that_are_not_those_that_were_read_are_told_once_where_they_are(microbatch_size):
+def test_an_unexpected_number_of_rows_is_logged_once(microbatch_size):
     for size in (1, 2):
         *others, (line,) = run(warned, one_left_out, microbatch_size, world_size=size, fresh=True)
         read = microbatch_size or 8 // size
@@ -374,7 +374,7 @@ def below_four(samples):
 
 @pytest.mark.parametrize("microbatch_size", [None, 2, 4])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_step_of_which_nothing_is_left_is_an_error_in_any_step(microbatch_size, size):
+def test_a_step_that_counts_nothing_raises(microbatch_size, size):
     text = "a step must count something, but all its microbatches count 0: skip it"
     for loss, raised in run(after_nothing_is_left, microbatch_size, "auto", world_size=size):
         assert (loss, raised.type, raised.text) == (1.5, "ValueError", text)

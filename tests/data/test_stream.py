@@ -124,7 +124,7 @@ def _runs_ahead():
     return found
 
 
-def test_a_rank_does_not_wait_for_what_the_others_read_for_the_step_after():
+def test_a_rank_does_not_wait_for_reads_of_later_steps():
     assert joined(run(_runs_ahead, world_size=2, timeout=60)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
@@ -152,14 +152,14 @@ def _no_such_place(workers):
 # Of a stream that is shared: tests/promises/misuse_data.py.
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("size", [1, 3])
-def test_to_go_on_where_the_stream_has_no_such_place_is_an_error_on_every_rank(size, workers):
+def test_resuming_beyond_the_end_of_a_stream_raises_on_every_rank(size, workers):
     text = "ValueError: `state` must be of this iterable dataset, but its `delivered` is 100 sam"
     for raised in run(_no_such_place, workers, world_size=size):
         assert str(raised).startswith(text)
         assert "samples, and the first" in raised.text
 
 
-def test_that_a_stream_must_be_read_again_is_said_and_what_is_read_is_not_kept():
+def test_reading_a_stream_again_is_logged_and_keeps_no_samples():
     alive, most = weakref.WeakSet(), []
 
     class Heavy(IterableDataset):
@@ -296,7 +296,7 @@ def _by_worker(workers):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_sharded_stream_of_which_all_ranks_read_the_same_is_an_error(workers):
+def test_a_sharded_stream_with_equal_samples_on_all_ranks_raises(workers):
     for raised, objects, alone in run(_by_worker, workers, world_size=2, fresh=True):
         assert str(raised).split("\n\n")[0] == (
             "RuntimeError: each rank must have samples of its own with sharded=True, but all 2 "
@@ -334,7 +334,7 @@ def _three_epochs(kind, workers):
 
 @pytest.mark.parametrize("kind", [Once, OnceSharded])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_stream_that_can_be_read_once_is_an_error_in_the_second_epoch(kind, workers):
+def test_a_stream_that_yields_once_raises_in_the_second_epoch(kind, workers):
     for size in (1, 2):
         for first, *others in run(_three_epochs, kind, workers, world_size=size, fresh=workers):
             assert len(first) == (10 if kind is OnceSharded and size == 2 else 5)
@@ -402,9 +402,7 @@ def numbers(steps):
     ("workers", "lengths", "options"),
     [(0, (20, 5), {}), (3, (31,), {}), (2, (28, 20), {"drop_last": True})],
 )
-def test_streams_of_their_own_go_on_after_the_last_step_whoever_has_ended(
-    workers, lengths, options
-):
+def test_sharded_streams_of_any_length_resume_after_the_last_step(workers, lengths, options):
     for whole, rests in run(_own_rests, workers, lengths, options, world_size=len(lengths)):
         assert len(whole) >= 3
         for count, rest, epoch, second in rests:
@@ -491,7 +489,7 @@ def in_steps(ranks):
     ("name", "workers"),
     [(name, n) for name in OWN for n in (0, 2) if "sharded" not in name or not n],
 )
-def test_a_stream_with_an_epoch_or_a_state_of_its_own_goes_on_exactly(name, workers):
+def test_a_stream_with_set_epoch_or_a_state_resumes_exactly(name, workers):
     sharded = "sharded" in name
     whole, _ = _own_epochs(name, [], workers, None)
     assert len({str(row) for _, row in whole}) == len(whole) == 12
@@ -609,7 +607,7 @@ def _own_randomness():
 
 # Of a stream that is shared: tests/promises/misuse_data.py.
 @pytest.mark.parametrize("size", [1, 3])
-def test_a_stream_that_is_not_the_same_when_it_is_read_again_is_an_error(size):
+def test_a_stream_that_changes_between_reads_raises(size):
     for raised, left in run(_own_randomness, world_size=size):
         assert str(raised) == (
             "ValueError: `dataset` must yield the same samples when read again to resume, but "
@@ -649,7 +647,7 @@ def _failing_on_rank_1():
     return [until_it_raises(Failing(20, ValueError("torn"), at, 1)) for at in (None, 0, 9)]
 
 
-def test_an_error_on_one_rank_is_raised_on_every_rank_after_the_same_step():
+def test_a_read_error_raises_on_every_rank_after_the_same_step():
     ranks = run(_failing_on_rank_1, world_size=3)
     for number, where in enumerate([None, 0, 9]):
         what = "the iterable dataset"

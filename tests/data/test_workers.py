@@ -78,7 +78,7 @@ def _directory_whose_sockets_have(length, below):
 @pytest.mark.skipif(
     torch.multiprocessing.get_sharing_strategy() != "file_descriptor", reason="opens no socket"
 )
-def test_workers_send_over_the_longest_socket_and_a_longer_one_is_refused_at_once(short_tmp):
+def test_workers_accept_the_longest_socket_path_and_no_longer_one(short_tmp):
     longest = _directory_whose_sockets_have(107, short_tmp)
     assert run(_load_below, longest, world_size=2) == [[[0, 1]], [[2, 3]]]
     longer = _directory_whose_sockets_have(108, short_tmp)
@@ -203,7 +203,7 @@ def test_a_worker_that_hangs_ends_when_its_rank_is_killed(starts, tmp_path):
 
 
 @pytest.mark.parametrize("starts", ["fork", *(pytest.param(s, marks=SOAK) for s in STARTS[1:])])
-def test_a_worker_that_hangs_ends_when_its_rank_does_and_nothing_is_said(starts, tmp_path):
+def test_a_hung_worker_ends_silently_with_its_rank(starts, tmp_path):
     with started(tmp_path, HANGING, starts, "ends") as (job, printed):
         assert job.wait(60) == 0
     assert printed() == "hangs\n"

@@ -112,7 +112,7 @@ def test_an_error_on_one_rank_is_said_on_every_rank():
 # --- where it does not work
 
 
-def test_a_rank_that_does_not_come_is_named_by_the_others_within_the_timeout(programs, tmp_path):
+def test_check_names_an_absent_rank_within_the_timeout(programs, tmp_path):
     files, jobs = [tmp_path / str(rank) for rank in range(2)], []
     with reserved_port() as port:
         for rank, file in enumerate(files):

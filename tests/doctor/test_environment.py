@@ -100,7 +100,7 @@ def gpus(monkeypatch):
     return pretend
 
 
-def test_gpus_are_counted_and_those_that_torch_does_not_see_are_a_warning(gpus):
+def test_gpus_are_counted_and_invisible_ones_are_a_warning(gpus):
     here = "2 x H200, 141 GiB, 1 x H100, 141 GiB; backend cuda:nccl,cpu:gloo"
     check(gpus(lambda: True, ["H200", "H100", "H200"], 3), OK, here)
     check(gpus(lambda: False), OK, "none: training runs on the CPU")
@@ -112,7 +112,7 @@ def test_gpus_are_counted_and_those_that_torch_does_not_see_are_a_warning(gpus):
     assert "unset CUDA_VISIBLE_DEVICES (it is '')" in finding.cure
 
 
-def test_an_accelerator_of_one_process_is_shown_with_what_it_says_of_itself(monkeypatch):
+def test_mps_is_shown_with_its_memory_and_backend(monkeypatch):
     monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 24 * GIB)
     with accelerators(1, kind="mps"):
         check(found("GPUs"), OK, "1 x mps, 24 GiB; backend gloo")

@@ -18,9 +18,7 @@ BACKENDS = [
 
 
 @pytest.mark.parametrize(("backend", "on_accelerators", "takes_these"), BACKENDS)
-def test_what_a_backend_takes_is_what_it_was_made_for_or_what_torch_says_of_it(
-    backend, on_accelerators, takes_these
-):
+def test_supports_device_knows_the_devices_of_a_backend(backend, on_accelerators, takes_these):
     assert has_accelerator_backend(backend) is on_accelerators
     assert [kind for kind in ("cpu", "cuda", "xpu", "mps") if supports_device(backend, kind)] == (
         takes_these.split() if backend else ["cpu", "cuda"]
@@ -38,5 +36,5 @@ def group_beside_one_that_is_bound():
     return numbers.tolist()
 
 
-def test_gloo_is_there_beside_a_group_bound_to_a_device_that_it_does_not_know():
+def test_a_gloo_group_works_with_a_default_group_bound_elsewhere():
     assert run(group_beside_one_that_is_bound, world_size=2, fresh=True) == [[2, 2]] * 2

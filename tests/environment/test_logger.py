@@ -55,7 +55,7 @@ def test_ranks_can_be_chosen_for_one_call():
         ]
 
 
-def test_a_line_said_once_is_not_said_again_and_one_not_written_has_not_been_said(log):
+def test_once_logs_each_written_line_a_single_time(log):
     logger, keeper = log
     logger.logger.setLevel(logging.WARNING)
     logger.info("the same %d", 1, once=True)

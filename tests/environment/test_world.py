@@ -29,7 +29,7 @@ LAUNCHERS = {"torchrun": torchrun_variables, "slurm": slurm_variables}
 # --- a single process
 
 
-def test_a_process_that_nobody_launched_is_a_world_of_one_that_cannot_be_changed():
+def test_an_unlaunched_process_is_an_immutable_world_of_one():
     here = world()
     assert here == World(0, 1, 0, 1, 0, 1, here.device, None, "single")
     assert not dist.is_initialized()
@@ -38,7 +38,7 @@ def test_a_process_that_nobody_launched_is_a_world_of_one_that_cannot_be_changed
         here.rank = 1
 
 
-def test_init_in_a_single_process_makes_a_group_of_one_and_leaves_it():
+def test_init_in_a_single_process_joins_and_leaves_a_group():
     with init(tune_cpu=False) as here:
         assert (here.rank, here.size, here.launcher) == (0, 1, "single")
         assert here.backend is not None
@@ -196,7 +196,7 @@ DESCRIBED = {
 
 
 @pytest.mark.parametrize("case", DESCRIBED)
-def test_the_nodes_of_a_group_are_those_that_are_said_beside_it_or_those_of_its_hosts(case):
+def test_nodes_come_from_the_environment_or_from_the_hosts(case):
     hosts, env, expected = DESCRIBED[case]
     assert run_caught(describe_with, hosts, env, world_size=4) == expected
 
@@ -451,7 +451,8 @@ ENDINGS = [
 ]
 
 
-# Where it is gone: tests/process_group/test_shutdown.py; of an exception: test_uncaught.py there.
+# Where it is gone: tests/process_group/test_shutdown.py; of an exception:
+# test_uncaught_exceptions.py there.
 @pytest.mark.parametrize(("ending", "says"), ENDINGS)
 def test_ranks_leave_at_exit_without_a_word(ending, says, programs, tmp_path):
     outputs, ranks = [tmp_path / str(rank) for rank in range(2)], []

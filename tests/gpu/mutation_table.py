@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-COPIES = "tests/gpu/test_copies.py"
+COPIES = "tests/gpu/test_snapshot_gpu.py"
 CHECKPOINTS = "tests/gpu/test_checkpoints_gpu.py"
 MODEL = "tests/gpu/test_model_gpu.py"
 PREFETCHING = "tests/gpu/test_prefetching.py"
@@ -48,26 +48,26 @@ MUTATIONS = {
         "data/_device_prefetch.py",
         "                stream.wait_stream(of_kind.current_stream(device))",
         "                pass",
-        f"{PREFETCHING} -k 'not_used_again_before or in_the_making or has_just_written'",
+        f"{PREFETCHING} -k 'not_reuse_memory or in_the_making or has_just_written'",
         is_quick=True,
     ),
     "the memory that a transform reads is let go": Mutation(
         "data/_device_prefetch.py",
         "stream.record_event(), each)",
         "stream.record_event(), None)",
-        f"{PREFETCHING} -k not_written_over",
+        f"{PREFETCHING} -k not_overwrite",
     ),
     "what runs ahead has no stream of its own": Mutation(
         "data/_device_prefetch.py",
         "with of_kind.stream(stream):",
         "with of_kind.stream(None):",
-        f"{PREFETCHING} -k has_one_stream",
+        f"{PREFETCHING} -k uses_one_stream",
     ),
     "each epoch has another stream": Mutation(
         "data/_device_prefetch.py",
         "@cache\ndef _side_stream",
         "def _side_stream",
-        f"{PREFETCHING} -k has_one_stream",
+        f"{PREFETCHING} -k uses_one_stream",
     ),
     "a loop that has no workers pins nothing": Mutation(
         "data/_step_source.py",

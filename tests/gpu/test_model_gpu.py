@@ -111,9 +111,7 @@ def trained_on_shares(device, strategy):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_with_sync_batchnorm_training_is_that_of_one_process_however_rows_are_shared(
-    strategy, everywhere, gpu
-):
+def test_sync_batchnorm_training_equals_that_of_one_process(strategy, everywhere, gpu):
     (expected,) = run(trained_on_shares, "cpu", "none", world_size=1)
     for found in everywhere(trained_on_shares, strategy):
         for ours, theirs in zip(found, expected, strict=True):
@@ -161,7 +159,7 @@ def spread(strategy, first, second):
 
 
 @needs_two
-def test_a_module_on_two_gpus_stays_there_and_is_wrapped_without_device_ids(hardware):
+def test_ddp_keeps_a_module_on_its_two_gpus(hardware):
     first, second = run(
         spread, "ddp", torch.device(hardware, 0), torch.device(hardware, 1), world_size=2
     )

@@ -180,7 +180,7 @@ NESTED = {
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 @pytest.mark.parametrize("kind", NESTED)
-def test_the_memory_of_a_batch_is_not_used_again_before_the_loop_has_read_it(kind, prefetch):
+def test_prefetching_does_not_reuse_memory_that_the_loop_still_reads(kind, prefetch):
     loader = loader_of(600, prefetch, **NESTED[kind])
     assert extremes(loader, busy=True) == expected(600)
 
@@ -379,7 +379,7 @@ def test_a_loop_that_is_left_early_leaves_no_memory_in_use(leaving, gpu):
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
-def test_an_exception_in_the_transform_comes_at_its_step_and_spoils_no_other(prefetch):
+def test_an_exception_in_a_transform_is_raised_at_its_step(prefetch):
     calls = []
 
     def failing(batch):
@@ -440,7 +440,7 @@ def test_a_transform_reads_what_a_dataset_has_just_written_on_the_gpu(prefetch):
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
-def test_rows_of_the_gpu_are_not_written_over_before_the_transform_has_read_them(prefetch):
+def test_prefetching_does_not_overwrite_rows_that_the_transform_reads(prefetch):
     rows = TensorDataset(numbered(1400).tensors[0].to(HERE.device))
     loader = make_loader(
         rows, ROWS, device=HERE.device, prefetch=prefetch, batch_transform=slowly, seed=1
@@ -465,7 +465,7 @@ def streams_of(prefetch):
     return {stream.stream_id for stream in seen}
 
 
-def test_what_runs_ahead_has_one_stream_which_is_not_that_of_the_loop(gpu):
+def test_prefetching_uses_one_stream_other_than_the_current_one(gpu):
     own = HERE.own.current_stream().stream_id
     assert streams_of(0) == {own}
     assert len(streams_of(1)) == 1

@@ -156,7 +156,7 @@ ENV = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # cuBLAS reads it when it starts
 
 
 @pytest.mark.parametrize("microbatch_size", [2, 3])
-def test_exact_is_the_same_to_the_last_bit_on_one_two_and_three_ranks(microbatch_size, device):
+def test_exact_is_bitwise_equal_on_one_two_and_three_ranks(microbatch_size, device):
     first, *others = [
         result
         for size in (1, 2, 3)
@@ -309,7 +309,7 @@ def launches_of_steps(device):
         return counts
 
 
-def test_a_step_of_two_ranks_launches_few_kernels_more_than_ddp_by_hand(hardware):
+def test_a_step_of_two_ranks_launches_few_kernels_more_than_ddp(hardware):
     if hardware != "sim":
         pytest.skip("the simulated device counts launches")
     for small, of_small, large, of_large in launched(launches_of_steps, "sim", size=2):

@@ -55,7 +55,7 @@ def batches_on(place):
     return make_loader(TensorDataset(rows), 6, seed=0, device=place)
 
 
-def test_a_model_on_both_trains_as_on_the_cpu_and_no_step_waits(places):
+def test_a_model_on_two_gpus_trains_as_on_the_cpu(places):
     found = []
     for where in (["cpu", "cpu"], places):
         model = wrap_model(seeded(Spread, where), "none", device=where[0])

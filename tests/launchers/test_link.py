@@ -28,7 +28,7 @@ def started(both, run_dir, *options):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="has no network namespaces")
-def test_a_link_that_is_cut_is_an_error_within_the_timeout_and_the_run_goes_on(tmp_path):
+def test_a_cut_link_raises_within_the_timeout_and_the_run_resumes(tmp_path):
     require_namespaces()
     with hosts("one", "other") as both:
         jobs = started(both, tmp_path, "--steps", "100000")

@@ -103,7 +103,7 @@ except RuntimeError as error:
 """
 
 
-def test_a_second_run_at_the_port_of_the_first_raises_and_does_not_disturb_it(mpich, folder):
+def test_a_second_run_at_one_port_fails_without_disturbing_the_first(mpich, folder):
     (folder / "two.py").write_text(TWO_RUNS)
     command = [*mpich, "-n", "2", PYTHON, str(folder / "two.py"), str(folder)]
     with subprocess.Popen([*command, "first"], text=True) as first:

@@ -60,9 +60,7 @@ def submit(slurm, folder):
 
 
 @pytest.mark.parametrize("launcher", ["slurm", "torchrun"])
-def test_a_batch_script_with_four_ranks_on_two_nodes_trains_as_one_process_does(
-    launcher, submit, alone, folder
-):
+def test_a_batch_script_on_two_nodes_trains_as_one_process(launcher, submit, alone, folder):
     script = {"slurm": "srun.sbatch", "torchrun": "torchrun.sbatch"}[launcher]
     submit(script, *MNIST[1:], "--run-dir", folder / "run", options=["--wait"])
     printed = (folder / "out").read_text()

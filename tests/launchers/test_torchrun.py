@@ -71,7 +71,7 @@ def ended_well(*started):
 
 @pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGUSR2", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("starts", ["fork", "forkserver", "spawn"])
-def test_a_signal_that_it_sends_to_all_processes_stops_a_run_that_has_workers(starts, name, folder):
+def test_a_signal_of_torchrun_stops_a_run_that_has_workers(starts, name, folder):
     options = ["--standalone", "--nproc-per-node=2", "--signals-to-handle=SIGTERM,SIGUSR2"]
     with (folder / "out").open("w") as file:
         job = start(*TORCHRUN, *options, STOPPING, starts, 1, folder / "run", stdout=file)
@@ -106,9 +106,7 @@ def test_two_hosts_train_as_one_process_does(nodes, alone, folder):
     assert fingerprint(printed) == alone
 
 
-def test_a_node_may_die_and_another_join_and_the_run_ends_as_if_nothing_had_been(
-    two, nodes, folder
-):
+def test_a_run_with_a_replaced_node_ends_as_an_undisturbed_one(two, nodes, folder):
     own = [TRAINING, "--steps", 18, "--save-every", 1]
     undisturbed = run(sys.executable, *own, "--run-dir", folder / "undisturbed")
     command = [*ELASTIC, *own, "--run-dir", folder / "run", "--wait", "4:2", "8:1", "12:2"]

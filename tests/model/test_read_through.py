@@ -324,7 +324,7 @@ HIDDEN = [
 
 
 @pytest.mark.parametrize(("kinds", "by", "names"), HIDDEN)
-def test_names_that_mean_something_else_at_the_wrapper_are_logged_once_on_rank_0(kinds, by, names):
+def test_hidden_attribute_names_are_logged_once_on_rank_0(kinds, by, names):
     strategy, size = ("ddp", 2) if "DDP" in by else ("dp", 1)
     first, *others = run(hidden, strategy, *kinds, world_size=size)
     text = "{} hides {}: read unwrap(model).{}"
@@ -424,7 +424,7 @@ def is_equal(number):
     return bool(both[0] == both[1])
 
 
-def test_buffers_are_sent_in_the_backward_of_a_training_forward_that_synchronises_and_no_other():
+def test_buffers_are_broadcast_only_in_synchronised_training_backwards():
     assert run(modes, world_size=2) == [["in training", "trained inside"]] * 2
 
 
@@ -534,7 +534,7 @@ def unused_in_many_ways():
     return found, fine, caught(failing, batch()), caught(lambda: unused(detail=True))
 
 
-def test_unused_parameters_raise_the_error_of_ddp_and_are_fine_where_it_is_told_to_look():
+def test_unused_parameters_raise_unless_find_unused_parameters_is_set():
     for (first, frozen), fine, other, detail in run(unused_in_many_ways, fresh=True):
         assert fine == [True, True]
         assert "shape '[5, 7]' is invalid" in other.text

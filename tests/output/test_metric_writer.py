@@ -57,7 +57,7 @@ def test_what_is_no_number_is_named_and_nothing_is_written(tmp_path, value):
     assert lines(tmp_path) == []
 
 
-def test_a_write_after_close_is_an_error_and_a_second_close_is_not(tmp_path):
+def test_write_after_close_raises_but_a_second_close_works(tmp_path):
     writer = MetricWriter(tmp_path)
     writer.close()
     writer.close()

@@ -44,7 +44,7 @@ def written(capsys):
 # --- lines ---
 
 
-def test_without_a_terminal_there_is_a_line_every_ten_seconds_and_one_at_the_end(clock, capsys):
+def test_without_a_terminal_progress_prints_every_ten_seconds(clock, capsys):
     for _ in progress(range(25), "epoch 1"):
         clock.now += 1
     assert written(capsys) == (
@@ -63,9 +63,7 @@ def test_without_a_terminal_there_is_a_line_every_ten_seconds_and_one_at_the_end
         (Batches([[1, 2]]), {}, "1/1 in 1.0 s\n"),
     ],
 )
-def test_the_total_and_the_batch_size_are_those_of_the_items_or_given(
-    items, options, line, clock, capsys
-):
+def test_total_and_batch_size_default_to_those_of_the_items(items, options, line, clock, capsys):
     for _ in progress(items, **options):
         clock.now += 1
     assert written(capsys) == line

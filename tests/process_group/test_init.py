@@ -49,7 +49,7 @@ CHOSEN = [
 
 
 @pytest.mark.parametrize(("machine", "local_rank", "ranks", "device"), CHOSEN)
-def test_a_rank_gets_the_gpu_of_its_number_or_the_only_one_it_is_shown_or_an_error(
+def test_a_rank_selects_its_gpu_or_the_only_visible_one(
     machine, local_rank, ranks, device, monkeypatch
 ):
     kind, seen, mask = machine
@@ -88,7 +88,7 @@ NO_GROUPS = {
 
 
 @pytest.mark.parametrize(("counts", "uuid", "says"), NO_GROUPS.values(), ids=NO_GROUPS)
-def test_gpus_that_make_no_group_are_an_error_on_every_rank_at_once(counts, uuid, says):
+def test_gpus_that_cannot_form_a_group_raise_on_every_rank(counts, uuid, says):
     for raised, initialized in launched(join_with_gpus, counts, uuid, size=len(counts)):
         assert (raised.type, initialized) == ("RuntimeError", False)
         assert says in raised.text
@@ -119,7 +119,7 @@ BOUND = [
 
 
 @pytest.mark.parametrize(("kind", "counts", "backend", "bound"), BOUND)
-def test_a_group_is_bound_to_one_gpu_only_where_a_process_has_one(kind, counts, backend, bound):
+def test_only_a_process_with_one_gpu_binds_the_group(kind, counts, backend, bound):
     found = launched(join_and_note_the_bound, counts, kind, size=2)
     assert found == [[(backend, device)] for device in bound]
 
@@ -133,7 +133,7 @@ def join_on_bad_device(bad):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_a_device_that_is_not_there_is_an_error_on_every_rank_and_a_second_try_works():
+def test_init_works_again_after_a_missing_device_raised_on_every_rank():
     text = "`device` must be one that this machine has, but is 'cuda': "
     outcomes = launched(join_on_bad_device, [1, 2], size=3)
     for rank, (raised, total, size) in enumerate(outcomes):
@@ -149,7 +149,7 @@ def test_a_device_that_is_not_there_is_an_error_on_every_rank_and_a_second_try_w
 # --- where to meet
 
 
-def test_a_rank_0_that_is_not_there_is_named_with_its_address_in_time(monkeypatch):
+def test_a_missing_rank_0_raises_a_timeout_with_its_address(monkeypatch):
     with reserved_port() as port:
         for name, value in slurm_variables(1, 2, port).items():
             monkeypatch.setenv(name, value)
@@ -193,7 +193,7 @@ def work_as_usual():
         return here.rank, all_reduce_sum(1)
 
 
-def test_a_store_that_outlives_a_failed_attempt_of_any_size_does_not_disturb_the_next():
+def test_traces_of_a_failed_attempt_do_not_disturb_the_next():
     # torchrun's agent serves one store for all attempts: its processes are new, the store is not.
     with agent() as port:
         for size in (3, 1, 2):
@@ -211,7 +211,7 @@ def use_the_address_after_leaving():
     return all_reduce_sum(1), world().launcher
 
 
-def test_after_leaving_the_address_is_free_for_a_group_of_the_users_own():
+def test_the_address_is_free_after_leaving_the_group():
     outcomes = launched(use_the_address_after_leaving, size=2, variables=slurm_variables)
     assert outcomes == [(2, "existing")] * 2
 
@@ -226,7 +226,7 @@ def adopt_after_an_attempt_that_failed():
         return here.launcher, all_reduce_sum(1), rank_zero_call(str, 7)
 
 
-def test_a_group_that_is_adopted_after_a_restart_hears_nothing_of_the_attempt_before():
+def test_an_adopted_group_ignores_the_attempt_before_a_restart():
     found = run(adopt_after_an_attempt_that_failed, world_size=2, fresh=True)
     assert found == [("existing", 2, "7")] * 2
 
@@ -269,7 +269,7 @@ def join_once_it_is_logged():
         return keeper.lines
 
 
-def test_a_group_that_takes_long_to_be_made_is_logged_on_every_rank():
+def test_a_slow_init_is_logged_on_every_rank():
     for rank, lines in enumerate(launched(join_once_it_is_logged, size=2)):
         assert re.fullmatch(
             rf"\[{rank}/2\] init \(torchrun:{rank}/2@127\.0\.0\.1:\d+\) still waits for other "
@@ -301,7 +301,7 @@ def join_without_a_link(bad, others_see_it, maker):
 @pytest.mark.parametrize(
     ("bad", "others_see_it", "maker"), [(0, False, "init_process_group"), (2, True, "new_group")]
 )
-def test_a_rank_that_cannot_make_a_group_is_an_error_on_every_rank(bad, others_see_it, maker):
+def test_a_failed_group_creation_raises_on_every_rank(bad, others_see_it, maker):
     outcomes = launched(join_without_a_link, bad, others_see_it, maker, size=3)
     for rank, (raised, initialized) in enumerate(outcomes):
         assert (raised.type, initialized) == ("RuntimeError", False)
@@ -343,7 +343,7 @@ def join_from_loopback(hosts):
         return caught(lambda: init(timeout=SOON))
 
 
-def test_a_host_whose_name_is_its_own_loopback_is_an_error_that_names_the_variable():
+def test_a_host_name_that_is_loopback_raises_and_names_the_variable():
     for raised in launched(join_from_loopback, ["a", "b"], size=2):
         assert raised.type == "RuntimeError"
         assert "\n  rank 0: a is 127.0.1.1\n  rank 1: b is 127.0.1.1\n" in raised.text
@@ -388,7 +388,7 @@ def join_as_one_of_two_runs():
         raise
 
 
-def test_a_rank_of_another_run_is_told_whose_store_it_met_and_is_no_part_of_it():
+def test_a_rank_of_another_run_raises_and_names_both_runs():
     first, second = launched(join_as_one_of_two_runs, size=2, variables=of_two_runs)
     assert str(first).startswith(
         "TimeoutError: `init` must be reached by every rank, but rank 1 of 2 did not"

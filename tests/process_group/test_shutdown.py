@@ -30,7 +30,7 @@ RUNS = [
 ]
 
 
-def test_who_waits_for_a_rank_that_has_ended_well_is_told_at_once(programs, tmp_path):
+def test_ranks_that_wait_for_an_ended_rank_raise_at_once(programs, tmp_path):
     scripts = {}
     for number, (call, bad, how, variables, _) in enumerate(RUNS):
         made = f"pardata.{call.replace('(max)', '(max, 1, 2)')}"
@@ -65,7 +65,7 @@ except BaseException as error:
 """
 
 
-def test_an_exception_that_is_caught_outside_of_the_block_is_told_at_once(programs, tmp_path):
+def test_an_exception_caught_outside_the_block_is_reported_at_once(programs, tmp_path):
     hows = ("made", "adopted", "another", "exit")
     found = run_all(programs, tmp_path, {how: (CAUGHT, torchrun_variables, how) for how in hows})
     first = "failed because rank 1 failed first: ValueError: boom (train.py:12)"

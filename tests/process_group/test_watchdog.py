@@ -105,7 +105,7 @@ def hang_twice(folder):
     return handler.told
 
 
-def test_neither_an_error_of_its_own_nor_of_a_handler_nor_a_path_that_is_no_text_ends_it(tmp_path):
+def test_errors_of_the_watchdog_and_its_handlers_do_not_end_it(tmp_path):
     told, _ = launched(hang_twice, tmp_path, size=2, patience=60)
     tables = [text for text in told if text.startswith("[0/2] rank 0 waits for rank 1, ")]
     assert len(tables) == 2
@@ -123,7 +123,7 @@ def joined_with(after):
 
 
 @pytest.mark.parametrize(("after", "number"), [(None, 1), (0, 0), (2, 1)])
-def test_there_is_one_as_long_as_the_group_unless_it_is_turned_off(after, number):
+def test_the_watchdog_lives_as_long_as_the_group_unless_disabled(after, number):
     assert launched(joined_with, after, size=2) == [(number, 0, 0)] * 2
 
 

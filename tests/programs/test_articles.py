@@ -163,7 +163,7 @@ def test_an_unreachable_download_ends_every_rank_and_names_the_digits(name, size
         assert re.fullmatch(r"1 \[1/2\] failed: SystemExit: 1 \(.*\)\n", text)
 
 
-def test_cifar10_goes_on_from_a_cache_in_one_process_where_two_had_ended(tmp_path):
+def test_cifar10_resumes_from_a_cache_on_fewer_processes(tmp_path):
     images, batch_size = FEW, 64
     program = functools.partial(run_example, cache=tmp_path / "cache", images=images)
     common = ("cifar10.py", "--data", "digits", "--model", "resnet18", "--cache")

@@ -87,7 +87,7 @@ def test_normalise_is_to_tensor_and_normalize():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_normalise_takes_floats_to_be_from_0_to_1_and_leaves_its_input_be(dtype):
+def test_normalise_takes_floats_from_0_to_1_and_changes_no_input(dtype):
     images = torch.rand(2, 1, 4, 4, dtype=dtype)
     before = images.clone()
     found = normalise(images, (0.1307,), (0.3081,))
@@ -110,9 +110,7 @@ def test_random_transforms_keep_shape_dtype_and_input(name, shape, dtype):
 
 
 @pytest.mark.parametrize(("name", "different"), [("affine", 45), ("crop", 30), ("flip", 2)])
-def test_each_image_of_a_batch_is_transformed_in_its_own_way_and_its_channels_alike(
-    name, different
-):
+def test_each_image_is_transformed_differently_with_its_channels_alike(name, different):
     torch.manual_seed(0)
     one, *others = RANDOM[name](blobs(50, 3, 28, 28)).unbind(1)
     assert len({image.numpy().tobytes() for image in one}) >= different

@@ -97,7 +97,7 @@ def test_scale_prints_what_each_operation_costs_by_the_number_of_ranks(tmp_path)
         assert three[1] <= two[1] + 16, name  # requests of one rank: they do not grow
 
 
-def test_metrics_compares_with_the_least_and_with_one_call_each_and_checks_every_mean(tmp_path):
+def test_metrics_compares_with_bare_all_reduce_calls_and_checks_means(tmp_path):
     text = output_of(tmp_path, "metrics.py", "--rounds", 1)
     bare, each = "one bare all_reduce of ten floats", "one all_reduce for each metric"
     floats, tensors = "all_reduce_mean of ten floats", "all_reduce_mean of ten tensors"
@@ -123,7 +123,7 @@ def test_import_time_says_what_is_loaded_and_where_the_time_goes(tmp_path):
 
 
 @needs_proc
-def test_shuffle_measures_both_at_each_length_that_they_can_have_and_draws_it(tmp_path):
+def test_shuffle_measures_and_draws_both_samplers_at_each_length(tmp_path):
     text = output_of(
         tmp_path, "shuffle.py", "--rounds", 1, "--powers", 3, 5, 9, "--sampler-up-to", 5,
         "--batches", 8,
@@ -235,7 +235,7 @@ def test_exact_compares_time_and_memory_with_ddp(tmp_path):
 
 
 @pytest.mark.soak
-def test_gpu_runs_dry_on_a_cpu_with_images_that_it_makes_and_says_so(tmp_path, short_tmp):
+def test_gpu_reports_a_dry_run_on_a_cpu(tmp_path, short_tmp):
     text = output_of(
         tmp_path, "gpu.py", "--device", "cpu", "--rounds", 1,
         "--data-dir", tmp_path / "none", "--cifar-dir", tmp_path / "none", TMPDIR=short_tmp,

@@ -64,7 +64,7 @@ def test_a_table_has_what_the_runs_have_written(compared):
     assert done.stdout.strip() == (out / "tables.md").read_text().strip()
 
 
-def test_cells_and_their_times_are_reported_and_of_a_failed_one_the_last_line_of_its_error(
+def test_cells_report_their_times_and_failed_ones_their_error(
     compared,
 ):
     out, done = compared
@@ -103,7 +103,7 @@ ROWS = [
 ]
 
 
-def test_times_of_epochs_are_added_and_a_run_that_stopped_early_has_failed(tmp_path):
+def test_times_of_epochs_are_added_and_an_early_end_fails(tmp_path):
     whole = {"accuracy": 60.0, "seconds": 5.0, "waited": 1.5, "steps": 22}
     assert measured_in(written_lines(tmp_path, ROWS), 2) == whole
     with pytest.raises(CellError, match=r"^it ended after 1 of 2 epochs$"):
@@ -120,7 +120,7 @@ def planned(*arguments):
     return compare.cells(compare.parse(arguments))
 
 
-def test_none_and_dp_run_in_one_process_and_what_is_named_twice_once():
+def test_none_and_dp_run_in_one_process_without_duplicates():
     cells = planned("--strategies", "none", "dp", "ddp", "--processes", "2", "3", "2",
                     "--workers", "0", "4", "--cache", "no", "yes")  # fmt: skip
     assert len(cells) == len(set(cells)) == 16

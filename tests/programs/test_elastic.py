@@ -76,7 +76,7 @@ def test_mnist_compares_a_run_in_one_process_with_one_in_several():
 
 
 @pytest.mark.parametrize("sizes", [(2, 1), pytest.param((2, 1, 3), marks=pytest.mark.soak)])
-def test_a_run_that_is_killed_and_changes_its_size_ends_as_if_nothing_had_been(sizes, told):
+def test_a_killed_run_resumes_at_another_size_to_the_same_bits(sizes, told):
     printed = told if sizes == (2, 1) else story(sizes)
     assert printed.count(" of this start") == len(sizes) - 1
     assert re.search(rf"resumes after step \d+ on world size {sizes[-1]}\n", printed)
@@ -95,7 +95,7 @@ def test_torchrun_may_restart_the_workers(undisturbed, tmp_path):
 
 @needs_proc
 @pytest.mark.parametrize("epochs", [1, pytest.param(2, marks=pytest.mark.soak)])
-def test_a_run_that_is_asked_to_stop_saves_and_goes_on_where_it_is_started_again(epochs, tmp_path):
+def test_a_stopped_run_saves_and_resumes_at_the_next_step(epochs, tmp_path):
     # On any rank, and the launcher's own signal is one too.
     run_dir = tmp_path / "run"
     options = [

@@ -40,7 +40,7 @@ def stopped_and_started_again(directory, last):
 
 
 @pytest.mark.parametrize("last", [EPOCH, 2 * EPOCH])
-def test_a_run_that_is_stopped_in_the_last_step_of_an_epoch_ends_as_any_other(last, tmp_path):
+def test_a_run_stopped_in_an_epochs_last_step_ends_the_same(last, tmp_path):
     (whole,) = run(undisturbed, tmp_path / "whole", world_size=1)
     ((first, saved, again, step),) = run(
         stopped_and_started_again, tmp_path / "stopped", last, world_size=1

@@ -88,7 +88,7 @@ def wrong_with(seen, scheme):
 @pytest.mark.parametrize(
     "views", [pytest.param(VIEWS, marks=soak, id="all"), pytest.param(VIEWS[::3], id="two")]
 )
-def test_every_page_can_be_read_wide_and_on_a_phone_light_and_dark(views, site, browser, tmp_path):
+def test_every_page_is_readable_in_all_sizes_and_color_schemes(views, site, browser, tmp_path):
     complaints, pages = [], sorted(site.glob("*.html"))
     assert len(pages) >= len(list(DOCS.glob("*.md")))
     for page in pages:
@@ -167,7 +167,7 @@ def test_the_search_lists_it_among_the_first(word, page, site, browser):
     assert page in list(dict.fromkeys(found))[:FIRST]
 
 
-def test_the_style_of_a_section_is_that_of_a_section_on_a_page(site):
+def test_every_section_in_the_style_sheet_is_on_a_page(site):
     style = (site / "_static" / "pardata.css").read_text(encoding="utf-8")
     named = set(re.findall(r"#([a-z][\w-]*-[\w-]+|[a-z]{3,})(?=[\s,):])", style))
     assert len(named) > 10

@@ -52,7 +52,7 @@ def quotes(symptom):
 
 
 @pytest.mark.parametrize("title", SYMPTOMS)
-def test_each_message_is_quoted_as_it_is_and_has_a_cause_and_a_fix(title):
+def test_each_symptom_quotes_its_message_with_cause_and_fix(title):
     found = quotes(SYMPTOMS[title])
     assert found
     assert [part for quote in found for part in unsaid(quote)] == []
@@ -60,7 +60,7 @@ def test_each_message_is_quoted_as_it_is_and_has_a_cause_and_a_fix(title):
     assert "**Fix.** " in re.sub(r"\s", " ", SYMPTOMS[title])
 
 
-def test_the_page_is_short_enough_to_be_read_and_every_symptom_is_found():
+def test_the_page_has_20_to_27_symptoms():
     assert 20 <= len(SYMPTOMS) <= 27
     assert len(SYMPTOMS) == PAGE.count("\n### ")
 

@@ -171,7 +171,7 @@ def names_of_ours():
     return ours | {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
 
 
-def test_private_names_of_torch_stand_in_one_file_for_each_part_of_it():
+def test_few_files_use_private_names_of_torch():
     ours, found = names_of_ours(), {}
     for name, tree in TREES.items():
         for node in ast.walk(tree):

@@ -45,7 +45,7 @@ def same(one, other):
         ("exact", 4, True, True),
     ],
 )
-def test_batch_norm_is_the_same_on_any_number_of_processes_where_the_pages_say_so(
+def test_batch_norm_is_equal_at_all_sizes_as_documented(
     strategy, microbatch_size, same_losses, same_statistics
 ):
     # With SyncBatchNorm: tests/gpu/test_model_gpu.py.

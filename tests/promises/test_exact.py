@@ -375,7 +375,7 @@ def probed(**env):
 
 
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="no MKL, which can be told to")
-def test_the_probe_sees_kernels_of_other_processors_that_no_version_or_flag_tells():
+def test_the_probe_detects_kernels_of_other_processors():
     others = probed(MKL_CBWR="COMPATIBLE")
     torch.set_num_threads(1)
     ours = numerics_record(CPU)
@@ -386,7 +386,7 @@ def test_the_probe_sees_kernels_of_other_processors_that_no_version_or_flag_tell
 # What a state dict records
 
 
-def test_a_state_dict_records_the_kernels_through_a_file_and_is_otherwise_the_modules_own():
+def test_a_state_dict_records_the_kernels_in_its_metadata_alone():
     model = wrap_model(seeded(), "exact")
     state = through_a_file(model.state_dict())
     facts = state._metadata[""]["exact"]

@@ -228,7 +228,7 @@ def check_interrupted(name, optimizers):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_run_that_goes_on_at_other_sizes_is_the_same_under_each_optimizer(name):
+def test_a_run_resumed_at_other_world_sizes_is_bitwise_equal(name):
     """At 4, 2 and 3 processes, one after the other, as at one without an interruption."""
     check_interrupted(name, FEW)
 

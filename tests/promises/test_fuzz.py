@@ -112,7 +112,7 @@ HOSTS = st.lists(st.one_of(NAMES, st.lists(RANGES, min_size=1, max_size=3)), min
 
 
 @fuzzed(st.lists(HOSTS, min_size=1, max_size=3), quick=100, soak=10_000)
-def test_the_first_host_of_a_node_list_has_the_first_number_of_each_bracket(hosts):
+def test_the_first_host_takes_each_brackets_first_number(hosts):
     texts = [
         "".join(
             piece if isinstance(piece, str) else f"[{','.join(range_text(*r) for r in piece)}]"
@@ -289,7 +289,7 @@ def flipped(data, flips):
 
 @fuzzed(damaged, quick=150, soak=10_000)
 @pytest.mark.filterwarnings("ignore")
-def test_a_damaged_file_of_weights_is_an_error_or_still_one_of_weights(data):
+def test_a_damaged_weights_file_raises_or_keeps_the_shapes(data):
     error, model, before = try_to_load(data)
     if error is not None:
         assert str(error) or type(error) is EOFError
@@ -310,7 +310,7 @@ class Runs:
 
 @pytest.mark.parametrize("form", ["torch", "old torch", "pickle 0", "pickle 2", "pickle 5"])
 @pytest.mark.filterwarnings("ignore")
-def test_a_file_that_carries_code_is_refused_and_the_code_is_not_run(form, tmp_path):
+def test_a_file_that_carries_code_raises_and_runs_nothing(form, tmp_path):
     code, weights, file = Runs(tmp_path), net().state_dict(), tmp_path / "weights.pt"
     for content in (
         code,

@@ -53,7 +53,7 @@ def train(directory, steps):
 
 
 @pytest.mark.soak
-def test_32_ranks_train_stop_and_save_and_24_go_on_as_one_does(tmp_path):
+def test_32_ranks_resume_as_24_and_equal_one_process(tmp_path):
     torch.manual_seed(0)
     outcomes = launched(train, str(tmp_path / "many"), 3, size=MANY)
     assert {outcome[:2] for outcome in outcomes} == {(MANY, 0)}

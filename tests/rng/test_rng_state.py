@@ -35,7 +35,7 @@ DRAWS = {
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_each_generator_is_put_back_and_what_it_has_in_reserve_and_a_draw_is_noticed(name):
+def test_each_generator_is_restored_and_a_draw_raises(name):
     seed_generators(1)
     DRAWS[name]()
     expected = [torch.as_tensor(DRAWS[name]()) for _ in range(2)]
@@ -71,7 +71,7 @@ def draw_from(generator):
 
 
 @pytest.mark.parametrize(("device", "own"), [("cuda:0", 0), ("cuda:1", 1), ("cuda", 1)])
-def test_of_the_gpus_only_the_one_asked_for_is_seeded_and_put_back(gpus, device, own):
+def test_only_the_requested_gpu_is_seeded_and_restored(gpus, device, own):
     other = gpus[1 - own].get_state()
     state = gpus[own].get_state()
     with fork_rng(8, torch.device(device)):
@@ -81,7 +81,7 @@ def test_of_the_gpus_only_the_one_asked_for_is_seeded_and_put_back(gpus, device,
     assert torch.equal(gpus[1 - own].get_state(), other)
 
 
-def test_an_accelerator_without_generators_of_its_own_to_hand_out_is_seeded_and_put_back_too(
+def test_an_accelerator_without_default_generators_is_seeded_and_restored(
     monkeypatch,
 ):
     own = torch.Generator().manual_seed(3)

@@ -34,7 +34,7 @@ def lose_rank_0(directory):
     (Path(directory) / "outcome").write_text(f"{raised.type} {raised.seconds:.1f} {raised.text}")
 
 
-def test_a_rank_that_dies_with_the_store_is_an_error_at_once_and_no_timeout(tmp_path):
+def test_a_store_that_dies_with_rank_0_raises_at_once(tmp_path):
     with pytest.raises(RuntimeError, match="the process ended with exit code 3"):
         launched(lose_rank_0, str(tmp_path), size=2, variables=slurm_variables)
     kind, seconds, text = (tmp_path / "outcome").read_text().split(" ", 2)
@@ -86,7 +86,7 @@ def test_an_interrupted_wait_holds_up_no_later_request():
     assert server.get("later") == b"yes"
 
 
-def test_a_signal_that_raises_while_a_request_begins_makes_it_no_second_time(monkeypatch):
+def test_a_signal_while_a_request_starts_does_not_repeat_it(monkeypatch):
     # PyTorch's handler of SIGCHLD raises a RuntimeError when a worker is killed.
     start, begun = threading.Thread.start, []
 

@@ -43,7 +43,7 @@ NOT_SURVIVING = [
 
 
 @pytest.mark.parametrize(("error", "text"), NOT_SURVIVING)
-def test_an_exception_that_does_not_survive_comes_back_as_its_type_and_text(error, text):
+def test_an_exception_that_pickle_loses_comes_back_as_text(error, text):
     failure = RemoteError.of(error, rank=3, call="rank_zero_call")
     travelled = RemoteError(**json.loads(json.dumps(asdict(failure))))
     with pytest.raises(RuntimeError) as caught:
@@ -105,7 +105,7 @@ def test_a_collective_that_the_user_waits_for_is_lost_too():
     assert [lost for lost, _ in found] == [True] * 2, found
 
 
-def test_what_comes_of_a_lost_collective_is_no_cause_even_in_a_chain_that_bites_its_tail():
+def test_a_lost_collective_is_secondary_in_a_cyclic_exception_chain():
     lost = RuntimeError("[x/gloo/transport/tcp/pair.cc:5] Connection closed by peer")
     first, second = KeyError(), ValueError()
     first.__cause__, second.__context__ = second, first

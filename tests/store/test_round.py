@@ -94,7 +94,7 @@ def test_where_the_last_to_arrive_ends_before_it_decides_another_does():
     assert give(first, "x", timeout=SOON) == ["x", "from the grave"]
 
 
-def test_a_long_text_of_an_error_is_an_error_on_every_rank_without_its_middle():
+def test_a_long_error_text_is_shortened_on_every_rank():
     def refuse(_values):
         raise ValueError("x" * 10**7)
 
@@ -107,14 +107,14 @@ def test_a_long_text_of_an_error_is_an_error_on_every_rank_without_its_middle():
 # --- ranks in different calls
 
 
-def test_a_rank_whose_wait_was_interrupted_is_shown_in_the_call_in_which_it_is():
+def test_an_interrupted_rank_is_shown_in_its_current_call():
     client, _ = clients(2)
     arrived_as_rank_1(client, 2, "later()")
     raised = caught(give, client, None, "barrier()")
     assert raised.text.endswith("  rank 0: barrier()\n  rank 1: later(), which comes later")
 
 
-def test_a_rank_that_is_interrupted_before_it_arrives_is_no_rank_to_wait_for():
+def test_a_rank_interrupted_before_it_arrives_is_not_awaited():
     def interrupted():
         raise KeyboardInterrupt
 
@@ -154,7 +154,7 @@ def test_after_a_timeout_every_later_call_says_why_on_all_ranks(late):
             assert "no call can follow in this group: " + did_not_come in raised.text
 
 
-def test_what_takes_longer_than_the_groups_timeout_is_waited_for_as_long_as_one_says():
+def test_a_call_may_wait_longer_than_the_groups_timeout():
     def late(client):
         time.sleep(0 if client.rank else 0.35)
         led(client)
@@ -177,7 +177,7 @@ def test_of_two_that_leave_the_first_is_read():
     assert "`ahead` must be reached by every rank, but rank 1 failed; this" in outcome[0].text
 
 
-def test_who_leads_is_told_of_a_rank_that_left_when_its_work_is_done():
+def test_the_leading_rank_learns_of_a_failed_rank_afterwards():
     first, second = clients(2)
     with lead(first, "rank_zero_first"):
         abort_rounds(second, "rank 1 failed")

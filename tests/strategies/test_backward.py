@@ -530,9 +530,7 @@ def replay(parts, ranks, steps_before):
 
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_buffers_are_equal_on_all_ranks_and_of_what_does_not_count_there_is_no_trace(
-    strategy, size
-):
+def test_buffers_are_equal_on_all_ranks_and_ignore_uncounted_microbatches(strategy, size):
     steps = [
         [(x, y, n) for (x, y), n in zip(pieces((4,) * len(counts), seed), counts, strict=True)]
         for seed, counts in enumerate([(4, 4, 4, 4), (4,), (1, 0, 9, 0, 0), (3, 1, 0)])
@@ -654,7 +652,7 @@ def alone_in_two():
     return log.lines, (off(gradients(net), gradient), abs(loss.item() - wanted))
 
 
-def test_a_bare_model_in_a_larger_world_trains_alone_and_is_warned_of_once():
+def test_a_bare_model_trains_alone_and_warns_once():
     for rank, (lines, same) in enumerate(run(alone_in_two, world_size=2)):
         text = "no strategy keeps the replicas of Net equal: each of 2 ranks trains its own"
         assert lines == [f"[0/2] {text}; pass what wrap_model returned"] * (rank == 0)
@@ -718,7 +716,7 @@ NOT_TOGETHER = [
 
 
 @pytest.mark.parametrize(("step", "texts"), NOT_TOGETHER)
-def test_what_the_ranks_cannot_train_together_is_refused_on_each_at_the_very_step(step, texts):
+def test_steps_that_ranks_cannot_train_together_raise_on_each(step, texts):
     ranks = run_caught(step, world_size=2)
     for raised in ranks:
         assert all(text in str(raised) for text in texts), raised

@@ -161,7 +161,7 @@ def changed_and_trained(name, how, options):
 
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_model_that_was_changed_after_wrapping_is_refused_and_can_be_wrapped_again(name, how):
+def test_a_model_changed_after_wrapping_raises_until_wrapped_again(name, how):
     for options in ({}, {"find_unused_parameters": True}):
         for error in run(changed_and_trained, name, how, options):
             assert CHANGES[name][1] in error

@@ -172,7 +172,7 @@ def a_head_for_each():
     return off(gradients(model)[2:], gradients(wanted)[2:])
 
 
-def test_a_head_that_counts_nothing_on_one_rank_is_trained_by_the_other_alone():
+def test_a_head_without_samples_on_one_rank_trains_on_the_other():
     assert max(run(a_head_for_each, world_size=2)) < CLOSE
 
 
@@ -266,7 +266,7 @@ def fails_on_the_last(count):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_under_exact_a_rank_that_fails_leaves_none_in_the_sum_of_fractions(size):
+def test_a_failing_rank_leaves_no_fraction_in_the_exact_sum(size):
     *others, last = run(fails_on_the_last, weight_of, world_size=size)
     assert last[0] == "OSError: no such file"
     assert all("another one failed: see its error" in raised for raised, _ in others)

@@ -176,7 +176,7 @@ def warned(largest, options):
     return [line for line in log.lines if "root" in line]
 
 
-def test_a_large_model_that_is_sharded_at_its_root_alone_is_warned_of_with_its_peak():
+def test_a_large_model_without_blocks_warns_of_its_peak_memory():
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     text = (
@@ -240,7 +240,7 @@ def filled_from_rank_0():
     return fingerprint(model), same, most / size, of_whole / size
 
 
-def test_the_weights_of_rank_0_fill_models_on_the_meta_device_block_by_block():
+def test_weights_of_rank_0_fill_meta_models_block_by_block():
     for found, is_shared, part, of_whole in run(filled_from_rank_0, world_size=4):
         assert found == fingerprint(seeded(width=64, blocks=16))
         assert is_shared
@@ -271,7 +271,7 @@ def ignoring(kind):
 
 
 @pytest.mark.parametrize("kind", ["cpu", "meta"])
-def test_parameters_that_are_to_be_ignored_are_whole_and_those_of_rank_0(kind):
+def test_ignored_parameters_are_not_sharded_and_come_from_rank_0(kind):
     ranks = run(ignoring, kind, world_size=2)
     for table, layer, weight in ranks:
         assert (table, layer) == (False, True)

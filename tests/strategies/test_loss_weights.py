@@ -27,7 +27,7 @@ def test_a_count_may_be_any_kind_of_integer(number):
     assert loss_with(lambda _: number).isfinite()
 
 
-def test_in_one_process_what_each_step_counts_is_looked_at_and_the_loss_is_its_mean():
+def test_one_process_checks_the_count_and_returns_the_mean():
     net, seen = nn.Linear(2, 1), []
     batch = torch.ones(3, 2)
 
@@ -96,7 +96,7 @@ class Most(Replicas):
 
 
 @pytest.mark.parametrize("replicas", [One(None), Most(None)])
-def test_a_rank_that_must_run_one_and_has_none_at_all_is_told_what_to_give(replicas):
+def test_a_rank_without_microbatches_or_placeholder_raises(replicas):
     batch = Microbatches([], epoch=0, step=0, first=2, counts=(4, 4), size=3)
     text = "must have a microbatch to run if the others run one, but .*none of 2.* has none"
     with pytest.raises(

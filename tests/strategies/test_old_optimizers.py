@@ -6,7 +6,7 @@ from torch import nn, optim
 from pardata.strategies._fsdp import refuse_old_optimizers
 
 
-def test_each_step_of_an_old_optimizer_is_refused_also_if_it_has_stepped_before():
+def test_every_step_of_an_old_optimizer_raises():
     replaced, other = nn.Linear(1, 1), nn.Linear(1, 1)
     optimizer, others = optim.SGD(replaced.parameters()), optim.SGD(other.parameters())
     refuse_old_optimizers([])

@@ -51,7 +51,7 @@ def step_in_hooks(strategy):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_hook_that_would_see_the_gradient_of_one_rank_is_refused_on_every_rank(size):
+def test_a_post_accumulate_grad_hook_raises_on_every_rank(size):
     for error in run_caught(step_in_hooks, "ddp", world_size=size):
         assert str(error) == (
             "RuntimeError: a parameter must have no register_post_accumulate_grad_hook under "
@@ -287,7 +287,7 @@ def nested(in_microbatches):
     check_in_sync(two)
 
 
-def test_a_step_within_a_step_is_its_own_and_an_error_with_microbatches():
+def test_a_nested_step_works_but_raises_with_microbatches():
     run(nested, False, world_size=2)
     for raised in run(caught, nested, True, world_size=2):
         assert "`backward` must not be called in `loss_fn` with Microbatches" in raised.text

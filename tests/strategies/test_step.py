@@ -61,7 +61,7 @@ def all_trained():
     return {strategy: trained(strategy) for strategy in chosen}
 
 
-def test_with_microbatches_dropout_is_the_same_under_every_strategy_and_at_every_size():
+def test_dropout_with_microbatches_is_equal_under_every_strategy_and_size():
     alone = run(all_trained, world_size=1)[0]
     for size in (1, 2, 3):
         for ranks in run(all_trained, world_size=size):
@@ -214,7 +214,7 @@ def drawn_in_passes(strategy):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "exact"])
-def test_each_call_on_a_batch_draws_its_own_numbers_and_a_resumed_run_repeats_it(strategy):
+def test_each_call_draws_new_numbers_that_resuming_repeats(strategy):
     alone = run(drawn_in_passes, strategy, world_size=1)[0]
     seen = {one[:-1]: tuple(one[-1]) for one in alone}
     assert len(seen) == 18

@@ -244,7 +244,7 @@ def refused_and_taken(strategy, plain):
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_metric_with_a_row_for_each_sample_is_an_error_on_every_rank(strategy, size, plain):
+def test_a_metric_with_rows_per_sample_raises_on_every_rank(strategy, size, plain):
     if strategy == "exact" and plain:
         pytest.skip("takes microbatches alone")
     for found in run(refused_and_taken, strategy, plain, world_size=size):
@@ -260,7 +260,7 @@ def of_every_class(model, batch):
     return F.mse_loss(model(inputs), targets), targets.mean(0)
 
 
-def test_a_metric_that_was_known_to_be_none_is_taken_where_a_batch_has_as_many_rows():
+def test_a_known_metric_may_have_as_many_values_as_samples():
     """As the accuracies of 10 classes in the last batch of an epoch, of 10 samples."""
     net = network()
     classes = pieces((1,))[0][1].shape[1]
@@ -294,7 +294,7 @@ def step_with(model, values):
     return torch.equal(means, values)
 
 
-def test_on_a_gpu_more_metrics_than_have_places_are_compared_before_they_are_sent():
+def test_many_gpu_metrics_are_compared_before_they_are_sent():
     assert run(numbers_on_a_gpu, [4, 4, 30, 30, 4], [4, 4, 30, 30, 4]) == [[True] * 5] * 2
     for (raised,) in run(numbers_on_a_gpu, [18], [25]):
         assert "every rank must pass the same to `backward`, but `metrics` differs" in raised.text
@@ -398,7 +398,7 @@ def other_backwards():
     return found
 
 
-def test_a_plain_backward_a_copy_and_a_pickled_wrapper_work_after_a_step():
+def test_plain_backward_copies_and_pickles_work_after_a_step():
     assert max(map(max, run(other_backwards, world_size=2))) < CLOSE
 
 
@@ -495,7 +495,7 @@ def all_left_out_under_exact(count):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_under_exact_a_microbatch_of_which_nothing_is_left_asks_for_a_count(size):
+def test_an_empty_microbatch_under_exact_requires_a_count(size):
     *others, found = run(all_left_out_under_exact, None, world_size=size)
     assert "under strategy 'exact', whose weights are planned, but `collate_fn` has" in found.text
     assert found.type == "ValueError"
@@ -558,7 +558,7 @@ def test_ranks_at_different_steps_are_an_error_on_every_rank(strategy, strayed, 
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_step_that_one_rank_gives_up_is_an_error_of_the_next_one(size):
+def test_a_step_that_one_rank_skips_raises_in_the_next(size):
     """Under fsdp the forward of the next step is taken for that of this one."""
     strayed = "catches its own error"
     for raised in run_caught(train_but, strayed, "fsdp", world_size=size):

@@ -70,7 +70,7 @@ def test_every_spelling_of_the_names_loads_on_several_ranks(size, tmp_path):
     assert run(load_all, strategies, tmp_path, world_size=size) == [[]] * size
 
 
-def test_a_part_that_is_compiled_inside_the_model_takes_plain_names_and_gives_its_own():
+def test_weights_load_into_and_from_a_compiled_submodule():
     source, net, plain = seeded(1), seeded(0), seeded(0)
     net.last = torch.compile(net.last, backend="eager")
     assert "last._orig_mod.weight" in net.state_dict()
@@ -100,7 +100,7 @@ def spoiled_loads(strategy):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_strict_loading_and_a_wrong_shape_name_the_entry_and_any_other_returns_the_names(strategy):
+def test_strict_loading_raises_names_and_loose_loading_returns_them(strategy):
     for (less, more, wide), loose, refused in run(spoiled_loads, strategy, world_size=2):
         assert re.search(r"(?s)Missing key.*last\.bias", less)
         assert re.search(r"(?s)Unexpected key.*module\.stranger", more)
@@ -117,7 +117,7 @@ def test_a_bare_module_can_be_assigned_to_and_one_under_dp_not():
     assert net.last.weight.data_ptr() == state["last.weight"].data_ptr()
 
 
-def test_an_entry_that_older_versions_did_not_have_is_missed_in_a_state_dict_of_today():
+def test_a_missing_entry_of_a_versioned_state_dict_raises():
     state = seeded(1).state_dict()  # carries the versions of its modules
     prefixed = nn.parallel.DataParallel(seeded(1)).state_dict()
     del state["norm.num_batches_tracked"], prefixed["module.norm.num_batches_tracked"]
@@ -163,7 +163,7 @@ def test_the_extra_state_of_a_module_may_be_a_dict():
     assert len(fingerprint(net)) == 64
 
 
-def test_weights_that_do_not_fit_into_shards_on_one_rank_are_told_to_all():
+def test_loading_invalid_weights_into_shards_raises_on_every_rank():
     first, second = run_caught(_spoiled_on_one_rank, world_size=2)
     assert (first.type, second.type) == ("TypeError", "RuntimeError")
     for raised in (first, second):
@@ -177,7 +177,7 @@ def _spoiled_on_one_rank():
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_shape_that_does_not_fit_on_rank_0_alone_is_told_to_all(size):
+def test_a_wrong_shape_on_rank_0_raises_on_every_rank(size):
     for raised in run_caught(_misshapen_on_rank_0, world_size=size):
         assert raised.type == "RuntimeError"
         assert "size mismatch for last.weight: copying a param with shape" in raised.text
@@ -353,7 +353,7 @@ def drift(strategy, names, culprit):
 @pytest.mark.parametrize(
     ("size", "culprit", "ranks"), [(2, 1, ["rank 0", "rank 1"]), (3, 0, ["rank 0", "ranks 1, 2"])]
 )
-def test_what_drifted_is_named_on_every_rank_and_the_ranks_are_told_apart(size, culprit, ranks):
+def test_a_weight_that_differs_is_named_on_every_rank(size, culprit, ranks):
     for told in run(drift, "ddp", list(DRIFTS), culprit, world_size=size):
         for name, (number, _) in DRIFTS.items():
             raised = told[name]
@@ -367,7 +367,7 @@ def test_what_drifted_is_named_on_every_rank_and_the_ranks_are_told_apart(size, 
             )
 
 
-def test_under_fsdp_what_every_rank_holds_whole_is_compared_and_shards_have_no_copy():
+def test_fsdp_compares_replicated_tensors_and_no_unique_shards():
     for told in run(drift, "fsdp", ["norm.running_mean"], 1, world_size=2):
         text = "`norm.running_mean` differs between ranks (1 of 3 param"
         assert text in told["norm.running_mean"].text
@@ -413,7 +413,7 @@ def in_sync():
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_nan_is_in_sync_and_other_names_and_plain_ddps_batch_norm_after_a_step_are_not(size):
+def test_nan_is_in_sync_but_other_names_and_buffers_are_not(size):
     for others, plain, hidden, same in run(in_sync, world_size=size):
         assert same == fingerprint(nn.ReLU())  # of what state_dict() has
         if size > 1:

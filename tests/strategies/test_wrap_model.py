@@ -44,7 +44,7 @@ def wrapped_elsewhere(strategy, bound):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "exact"])
-def test_a_model_on_several_devices_is_refused_in_a_bound_group_and_where_it_cannot_be(strategy):
+def test_a_model_on_several_devices_raises_where_unsupported(strategy):
     text = (
         "`model` must be on one device under strategy {!r}{}, but is spread over cpu, cuda:1: move "
         "it to one, or use 'ddp' in a group without device_id"
@@ -66,7 +66,7 @@ BOUND = ", in a process group bound to cuda:0"
 @pytest.mark.parametrize(
     "model", [nn.Linear(2, 2), nn.ReLU(), nn.LazyLinear(2), nn.Linear(1, 1).requires_grad_(False)]
 )
-def test_a_single_process_gets_the_very_module_back_with_the_options_of_ddp_too(model, strategy):
+def test_wrap_model_returns_the_module_itself_in_one_process(model, strategy):
     assert wrap_model(model, strategy) is model
     assert wrap_model(model, strategy, find_unused_parameters=True, sync_batchnorm=True) is model
 
@@ -110,7 +110,7 @@ def warned():
     return log.lines
 
 
-def test_none_in_a_larger_world_warns_on_rank_0_that_ranks_train_apart():
+def test_none_in_a_larger_world_warns_on_rank_0():
     text = "[0/2] under strategy 'none' each of the 2 ranks trains a model of its own"
     assert run(warned, world_size=2) == [[text], []]
 
@@ -146,7 +146,7 @@ def trained_by_an_optimizer(made_before):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_an_optimizer_of_the_parameters_before_sharding_is_refused_in_its_first_step(size):
+def test_an_optimizer_made_before_sharding_raises_at_its_first_step(size):
     for early, is_trained in run(trained_by_an_optimizer, True, world_size=size):
         assert (early.type, is_trained) == ("RuntimeError", True)
         assert early.text == (
@@ -228,7 +228,7 @@ def froze_with_option():
     return parts_frozen("ddp", False, True, find_unused_parameters=True)
 
 
-def test_a_part_may_be_frozen_after_wrapping_where_ddp_looks_for_what_is_unused():
+def test_find_unused_parameters_allows_freezing_after_wrapping():
     assert run(froze_with_option, world_size=2) == [[False, False]] * 2
 
 

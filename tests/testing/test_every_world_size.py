@@ -40,7 +40,7 @@ def message(*job, **options):
     return str(caught.value)
 
 
-def test_sums_in_another_order_are_found_with_the_step_the_parameter_and_by_how_much():
+def test_sums_in_another_order_raise_with_step_and_parameter():
     text = message(train, "ddp")
     start = "training must be the same at every world size, but "
     where = r"rank \d of [23] differs from rank 0 of 1 after step \d: "
@@ -97,7 +97,7 @@ def test_a_difference_is_named_of_whichever_rank_and_size(steps, sizes, says):
     assert says in message(scripted, {1: ONE, **steps}, sizes=sizes)
 
 
-def test_equal_steps_pass_with_nan_equal_to_nan_numbers_and_layouts_of_any_kind():
+def test_equal_steps_pass_with_nan_and_any_layout():
     tensors = torch.tensor([math.nan, math.inf]), torch.eye(2).to_sparse(), torch.zeros(0), 0.1, 3
     steps = {1: [dict(enumerate(tensors))]}
     assert_same_at_every_world_size(scripted, steps, sizes=iter((1, 2)))
@@ -124,6 +124,6 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("job", "kind", "text"), REFUSED.values(), ids=REFUSED)
-def test_what_is_no_training_is_refused_and_an_error_in_it_comes_through(job, kind, text):
+def test_invalid_training_raises_and_its_errors_pass_through(job, kind, text):
     with pytest.raises(kind, match=re.escape(text)):
         assert_same_at_every_world_size(*job, sizes=(1, 2))

@@ -32,7 +32,7 @@ def report(tensor, *args):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_each_rank_has_a_group_and_one_thread_and_its_result_comes_back_in_order(size):
+def test_each_rank_joins_a_group_and_returns_its_result(size):
     total = [float(sum(range(size)))] * 2
     expected = [
         ((rank, size, rank, size, 0, 1), True, total, (1, False), [rank, rank + 1], ("a", [1]))
@@ -86,7 +86,7 @@ def die(rank):
         ((die, 1), "ProcessDied: the process ended with exit code 9, without a word"),
     ],
 )
-def test_a_failure_that_does_not_travel_comes_back_as_text_that_names_the_rank(job, says):
+def test_a_lost_exception_is_raised_as_text_with_its_rank(job, says):
     with pytest.raises(RuntimeError) as caught:
         run(*job)
     assert str(caught.value) == f"rank 1 failed in `run`: {says}"
@@ -103,7 +103,7 @@ def where_rank_1_sleeps():
     time.sleep(60)
 
 
-def test_ranks_that_do_not_finish_are_named_with_where_they_were_and_ended(tmp_path):
+def test_unfinished_ranks_are_named_with_their_stack_and_ended(tmp_path):
     with pytest.raises(TimeoutError) as caught:
         run(stay_away, str(tmp_path / "pid"), timeout=6)  # they are looked for after 5 s
     text = str(caught.value)
@@ -133,7 +133,7 @@ def read_environment(*names):
     return [os.environ.get(name) for name in names]
 
 
-def test_the_environment_of_now_is_passed_on_and_env_added_on_every_rank(monkeypatch):
+def test_the_current_environment_and_env_reach_every_rank(monkeypatch):
     run(max, 1, 2, world_size=1)  # the server exists from here on
     monkeypatch.setenv("PARDATA_TEST_VALUE", "now")
     monkeypatch.setenv("PARDATA_TEST_OTHER", "now")

@@ -209,7 +209,7 @@ def test_exact_weights_are_those_of_one_process_to_the_last_bit(name, size, data
 # --------------------------------------------------------------------- the same as the plain
 
 
-def test_the_character_model_is_the_plain_ones_where_the_order_does_not_matter(data, tmp_path):
+def test_the_ported_character_model_equals_the_plain_one(data, tmp_path):
     whole = ["--batch-size", 4 * len(WORDS)]
     args = [*arguments("chars", data), *whole, *ROUNDED["chars"]]
     plain = trained("chars", args, tmp_path / "plain", dtype=torch.float64)

@@ -171,7 +171,7 @@ def test_every_number_of_processes_gets_the_same_global_batches(runs, size):
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_a_killed_run_resumes_on_other_numbers_of_processes_at_the_next_sample(runs, size):
+def test_a_killed_run_resumes_at_the_next_sample_at_any_size(runs, size):
     saved = (LOST - 1) // EVERY * EVERY
     assert EPOCH < saved < LOST - 1, "in the middle of an epoch, and something is lost"
     resumed = runs[f"then {size}"]
@@ -179,7 +179,7 @@ def test_a_killed_run_resumes_on_other_numbers_of_processes_at_the_next_sample(r
     assert resumed.fingerprints == runs[1].fingerprints
 
 
-def test_a_run_that_was_saved_at_the_end_of_an_epoch_begins_the_next(runs):
+def test_a_run_saved_at_an_epochs_end_begins_the_next(runs):
     assert runs["next epoch"].batches == runs[1].batches[EPOCH:]
     assert runs["next epoch"].fingerprints == runs[1].fingerprints
 
@@ -255,7 +255,7 @@ def test_transformers_says_what_to_do_where_it_would_skip_batches(peer, runs):
 
 
 @only("lightning")
-def test_lightning_begins_the_next_epoch_where_it_does_not_load_the_loaders_state(peer, runs):
+def test_lightning_without_the_loaders_state_begins_the_next_epoch(peer, runs):
     change = "every_n_train_steps=EVERY", "every_n_epochs=1"
     whole_epochs = peer.killed("epochs", EPOCH + 2, change=change)
     assert whole_epochs.statuses() == [-signal.SIGKILL] * 2, whole_epochs.said()

@@ -61,7 +61,7 @@ def read_on_rank_0():
     return rank_zero_call(lambda: len(list(make_loader(rows, 4, distributed=False))))
 
 
-def test_a_loader_that_needs_no_other_rank_may_be_read_while_they_wait():
+def test_a_loader_without_collectives_can_be_read_on_rank_0():
     assert run(read_on_rank_0) == [3, 3]
 
 
@@ -75,7 +75,7 @@ def gathering(model, batch):
     return torch.cat(all_gather(model(batch[0]), differentiable=True)).square().mean()
 
 
-def test_a_differentiable_gather_of_microbatches_which_are_not_the_whole_batch_is_one_too():
+def test_a_differentiable_gather_of_partial_batches_raises():
     for error in run(caught, losses, gathering, 6):
         assert "`all_gather` must not be called" in str(error)
     (alone,) = run(losses, gathering, None, world_size=1)
@@ -127,5 +127,5 @@ def steps_after_one_by_hand():
     return model._has_rebuilt_buckets, "Error" in "".join(said)
 
 
-def test_what_ddp_itself_sends_in_a_forward_is_no_call_of_the_loss_fn():
+def test_ddp_may_rebuild_its_buckets_in_a_forward():
     assert run(steps_after_one_by_hand) == [(True, False)] * 2

@@ -50,7 +50,7 @@ def bits(total):
 
 
 @given(leaves, st.integers(1, 8))
-def test_the_bits_of_a_sum_do_not_depend_on_the_number_of_ranks(told, size):
+def test_a_sum_is_bitwise_equal_at_any_number_of_ranks(told, size):
     assert bits(by_ranks(told, size)) == bits(by_ranks(told, 1))
 
 
@@ -61,7 +61,7 @@ def test_a_leaf_that_is_absent_is_minus_zero(told, size):
 
 
 @given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=300))
-def test_the_error_of_a_sum_grows_with_the_height_of_the_tree_alone(told):
+def test_the_error_of_a_sum_grows_with_the_tree_height(told):
     true = sum(map(Fraction, told))
     height = math.ceil(math.log2(len(told)))
     most = Fraction(2) ** -24 * height * sum(abs(Fraction(x)) for x in told)

@@ -9,8 +9,8 @@ from pardata.checkpoint._snapshot import HostCopies
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning")
 def test_a_copy_waits_for_each_gpu_that_it_copies_from(monkeypatch):
-    # Tensors that say they are on GPUs, and a note of what is waited for. tests/gpu/test_copies.py
-    # has real ones.
+    # Tensors that say they are on GPUs, and a note of what is waited for.
+    # tests/gpu/test_snapshot_gpu.py has real ones.
     waited_for = []
 
     class Stream:

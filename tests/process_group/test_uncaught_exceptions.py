@@ -125,7 +125,7 @@ def test_who_waits_for_whatever_says_who_failed_first(name, ended):
             assert says.pop(0) in text
 
 
-def test_under_torchrun_the_line_stands_before_the_traceback_which_is_its_root_cause_too(
+def test_torchrun_prints_the_failure_line_before_traceback_and_root_cause(
     tmp_path, monkeypatch, short_tmp
 ):
     monkeypatch.chdir(tmp_path)
@@ -145,7 +145,7 @@ def test_under_torchrun_the_line_stands_before_the_traceback_which_is_its_root_c
 
 
 @pytest.mark.parametrize("with_a_later_one", [False, True])
-def test_the_hook_that_was_there_is_called_and_ours_goes_at_the_end_unless_another_came(
+def test_the_previous_excepthook_is_called_and_restored_unless_replaced(
     with_a_later_one, monkeypatch
 ):
     seen = []
@@ -204,7 +204,7 @@ def fail_on_rank_0(call):
 @pytest.mark.parametrize(("call", "said"), FAILING.values(), ids=FAILING)
 def test_what_rank_0_raises_and_all_hear_of_is_said_once(call, said):
     (first,), (other,) = launched(fail_on_rank_0, call, size=2)
-    said = rf"{said} \(\S*test_uncaught\.py:\d+\)"
+    said = rf"{said} \(\S*test_uncaught_exceptions\.py:\d+\)"
     assert re.fullmatch(rf"\[0/2\] failed: {said}", first)
     assert re.match(rf"\[1/2\] failed because rank 0 failed first: {said}; here: ", other)
 
@@ -219,7 +219,7 @@ def fail_in_a_second_group():
     return keeper.lines
 
 
-def test_the_hook_of_a_group_that_the_user_destroyed_says_nothing_of_the_next():
+def test_the_excepthook_of_a_destroyed_group_logs_nothing():
     expected = [[f"[{rank}/2] failed: ValueError: boom (an unknown line)"] for rank in range(2)]
     assert launched(fail_in_a_second_group, size=2) == expected
 
@@ -256,9 +256,7 @@ time.sleep(80)
 """
 
 
-def test_a_rank_that_waits_on_an_accelerator_for_one_that_failed_ends_and_says_why(
-    programs, tmp_path
-):
+def test_a_rank_stuck_on_an_accelerator_ends_and_names_the_failure(programs, tmp_path):
     # Rank 0 serves the store, which ends with it.
     runs = {f"{culprit}": (STUCK, slurm_variables, f"{culprit}") for culprit in (0, 1)}
     for culprit, ended in run_all(programs, tmp_path, runs, size=2).items():

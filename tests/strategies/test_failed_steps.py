@@ -147,7 +147,7 @@ def after_unequal_errors(strategy, parts):
 
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("strategy", ["ddp", "ddp, a hook", "fsdp", "exact"])
-def test_an_error_of_all_ranks_leaves_them_in_step_if_some_run_a_placeholder(strategy, size):
+def test_an_error_on_all_ranks_keeps_placeholder_ranks_in_step(strategy, size):
     found = run(after_unequal_errors, strategy, size + 1, world_size=size)
     assert found == [[True, "ValueError", True, True, "ValueError", True]] * size
 
@@ -237,6 +237,6 @@ def train_by_hand_after_an_error():
     return [torch.allclose(a, b) for a, b in zip(gradients(model), whole, strict=True)]
 
 
-def test_a_backward_by_hand_after_an_error_before_the_last_microbatch_is_synchronised():
+def test_a_plain_backward_after_an_early_error_is_synchronised():
     for found in run(train_by_hand_after_an_error, world_size=2):
         assert all(found)

@@ -76,7 +76,7 @@ next(iter(loader))
 """
 
 
-def test_a_spawned_worker_that_runs_the_script_again_is_told_to_guard_it(tmp_path, short_tmp):
+def test_a_script_without_a_main_guard_raises_in_spawned_workers(tmp_path, short_tmp):
     (tmp_path / "train.py").write_text(UNGUARDED)
     done = torchrun(tmp_path / "train.py", 2, short_tmp)
     assert done.returncode == 1

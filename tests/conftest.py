@@ -27,7 +27,7 @@ MARKS |= dict.fromkeys(
     ),
     "oldest",
 )
-ARITHMETIC = {"test_same_batches.py", "test_plan.py", "test_position.py"}
+ARITHMETIC = {"test_same_batches.py", "test_plan.py", "test_loader_state.py"}
 # Files of few tests that take long, the longest first.
 LONGEST = (
     *("test_kills.py", "test_soak.py", "test_one_rank.py", "test_every_world_size.py"),

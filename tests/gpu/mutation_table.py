@@ -217,7 +217,8 @@ MUTATIONS = {
         "collectives/_fingerprint.py",
         "                work.wait()\n",
         "                pass\n",
-        "tests/strategies/test_step_metrics.py tests/collectives tests/data/test_stream.py",
+        "tests/strategies/test_step_metrics.py tests/collectives "
+        "tests/data/test_iterable_fetcher.py",
     ),
     "small numbers travel with gradients, on the GPU": Mutation(
         "environment/_world.py",

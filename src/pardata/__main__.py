@@ -23,8 +23,7 @@ import json
 import os
 import sys
 
-from pardata.doctor._check import check
-from pardata.doctor._environment import Finding, environment
+from pardata.doctor._checks import Finding, check, environment
 from pardata.environment._launchers import detect_launch
 
 

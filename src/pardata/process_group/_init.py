@@ -1,11 +1,14 @@
 """`init`: joins or adopts the process group of this process."""
 
+import ctypes
 import os
 import socket
+import sys
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from threading import Timer
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +17,6 @@ from pardata._validation import to_timedelta
 from pardata.environment._launchers import LaunchInfo, detect_launch
 from pardata.environment._logger import get_logger
 from pardata.environment._world import GroupState, World, current_world, group_state, is_child
-from pardata.process_group._malloc import tune_glibc_malloc
 from pardata.process_group._rendezvous import form_group
 from pardata.process_group._shutdown import install_excepthook, register_state
 from pardata.process_group._watchdog import Watchdog
@@ -22,6 +24,10 @@ from pardata.process_group._watchdog import Watchdog
 _log = get_logger(__name__)
 
 _LEAST_HANG = timedelta(minutes=1)
+# Parameters of mallopt(3), by their numbers in glibc's malloc.h, and the best values measured.
+# M_MMAP_MAX: large blocks come from the heap, not from a mapping of their own. M_TRIM_THRESHOLD:
+# keep the heap's top. M_TOP_PAD: grow the heap in large steps.
+_MALLOC_OPTIONS = {-4: 0, -1: 2**31 - 1, -2: 64 * 2**20}
 
 
 def init(
@@ -147,3 +153,16 @@ def _check_same_arguments(
                 f"`{name}` must be {str(found)!r}, with which `init` has joined, but is "
                 f"{str(given[name])!r}: pass it to the first call"
             )
+
+
+def tune_glibc_malloc() -> bool:
+    """Stop malloc from returning freed memory to the kernel; return whether that took effect.
+
+    By default each activation of a training step is mapped, faulted in page by page, zeroed by the
+    kernel and unmapped again, step after step. It lasts until the process ends. Without glibc it
+    does nothing.
+    """
+    libc: Any = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
+    if not hasattr(libc, "gnu_get_libc_version"):  # musl has no mallopt
+        return False
+    return all(libc.mallopt(name, value) == 1 for name, value in _MALLOC_OPTIONS.items())

@@ -13,7 +13,7 @@ from launched import slurm_variables, torchrun_variables
 from on_ranks import run_caught
 from pretended import accelerators
 
-from pardata.doctor._environment import environment, shared_memory
+from pardata.doctor._checks import environment, shared_memory
 from pardata.environment._launchers import SINGLE, detect_launch
 
 GIB = 2**30

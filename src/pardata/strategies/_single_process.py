@@ -1,4 +1,4 @@
-"""Strategy "dp": a transparent DataParallel."""
+"""Strategies of one process: "none", the module itself, and "dp", a transparent DataParallel."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -9,8 +9,22 @@ from torch.nn.parallel import DataParallel
 
 from pardata._pytree import leaves_with_path
 from pardata.environment._device import visible_devices
+from pardata.environment._logger import get_logger
 from pardata.model._transparent import TransparentWrapper
 from pardata.strategies._strategy import Strategy, WrapOptions
+
+_log = get_logger(__name__)
+
+
+class NoneStrategy(Strategy):
+    name = "none"
+    is_collective = needs_group = False
+
+    def wrap(self, model: nn.Module, settings: WrapOptions) -> nn.Module:
+        if settings.world.size > 1:
+            text = "under strategy 'none' each of the %d ranks trains a model of its own"
+            _log.warning(text, settings.world.size, ranks=[0], once=True)
+        return model
 
 
 class TransparentDP(TransparentWrapper, DataParallel[nn.Module]):

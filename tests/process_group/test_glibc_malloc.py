@@ -13,8 +13,8 @@ from logged import log_of
 from on_ranks import run_caught
 
 from pardata import init
-from pardata.process_group import _malloc
-from pardata.process_group._malloc import tune_glibc_malloc
+from pardata.process_group import _init
+from pardata.process_group._init import tune_glibc_malloc
 
 glibc = pytest.mark.skipif(
     not sys.platform.startswith("linux") or not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"),
@@ -51,7 +51,7 @@ def test_memory_that_is_freed_and_taken_again_costs_no_page_faults():
 def test_elsewhere_than_under_glibc_nothing_is_done(platform, monkeypatch):
     # Not `ctypes.CDLL` itself, by which torch looks for GPUs the first time that it is asked.
     musl = SimpleNamespace(CDLL=lambda _name: object()) if platform == "linux" else None
-    monkeypatch.setattr(_malloc, "ctypes", musl)
+    monkeypatch.setattr(_init, "ctypes", musl)
     monkeypatch.setattr(sys, "platform", platform)
     assert tune_glibc_malloc() is False
 

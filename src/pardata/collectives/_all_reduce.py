@@ -39,11 +39,11 @@ def all_reduce_mean(value: Any, weight: float | Tensor = 1) -> Any:
     """Return the mean of `value` over all ranks, weighted by each rank's `weight`. Collective.
 
     `value` is a number, a tensor, or nested dicts, lists and tuples of them; the result has the
-    same structure. One collective sends up to 57 numbers in all, and a second one the rest. Tensors
-    on GPUs travel in one of their own. No GPU is waited for, except for a `weight` on one. Sums are
-    in float64. Floating-point tensors keep their dtype and device, integer and bool tensors become
-    the default floating dtype, numbers become ``float``. The input is not changed and the result
-    carries no gradient. In a single process the value itself is the mean.
+    same structure. One collective sends up to 57 numbers in all, and a second one all others.
+    Tensors on GPUs travel in one of their own. No GPU is waited for, except for a `weight` on one.
+    Sums are in float64. Floating-point tensors keep their dtype and device, integer and bool
+    tensors become the default floating dtype, numbers become ``float``. The input is not changed
+    and the result carries no gradient. In a single process the value itself is the mean.
 
     Args:
         value: what to average. A number on one rank may be a tensor without dimensions on another.

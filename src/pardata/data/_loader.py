@@ -88,11 +88,11 @@ class Loader:
     def epochs(self, count: int) -> Iterator[int]:
         """Run the remaining ones of `count` epochs: ``for epoch in loader.epochs(count)``.
 
-        A new loader begins at the first epoch. After `load_state_dict` it runs the rest of the
-        epoch in which the state was saved: no batch, if that was after the last one. Epochs that
-        ran to their end count as done, also in an earlier loop. If you leave this loop in the
-        middle of an epoch, or look at a batch outside of it, that epoch is not done. The next loop
-        runs it from its first batch.
+        A new loader begins at the first epoch. After `load_state_dict` it runs the remaining
+        batches of the epoch in which the state was saved: none, if that was after the last one.
+        Epochs that ran to their end count as done, also in an earlier loop. If you leave this loop
+        in the middle of an epoch, or look at a batch outside of it, that epoch is not done. The
+        next loop runs it from its first batch.
 
         In the body each ``iter()`` runs the same epoch, however often you call it. The end of the
         body moves to the next epoch, even if a ``break`` left some batches. So a state that you
@@ -118,7 +118,7 @@ class Loader:
     def set_epoch(self, epoch: int) -> None:
         """Let the next ``iter()`` run this epoch. Not needed, because epochs advance by themselves.
 
-        After `load_state_dict`, the epoch of that state still runs only its rest.
+        After `load_state_dict`, the epoch of that state still runs only its remaining steps.
         """
         self._cursor.set_epoch(check_int("epoch", epoch, least=0))
 
@@ -139,10 +139,10 @@ class Loader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next ``iter()`` resume where `state` was taken, at any world size and at once.
 
-        It yields the rest of that epoch: the samples not yet delivered, in the same global batches.
+        It yields the samples of that epoch that were not yet delivered, in the same global batches.
         ``len()`` stays that of a whole epoch. A loop that runs over the loader ends with an error
-        if it asks for another batch. The loader reads an ``IterableDataset`` again up to
-        there. If that ends before, the ``iter()`` raises a ValueError. Not collective.
+        if it asks for another batch. The loader reads an ``IterableDataset`` again up to there. If
+        that ends before, the ``iter()`` raises a ValueError. Not collective.
 
         Another batch size or microbatch size begins at the next sample, and a line says so. For an
         ``IterableDataset`` or a `batch_sampler` the batches must be the same.
@@ -189,7 +189,7 @@ class Loader:
         return requests.fingerprint(*self._cursor.now[:2])
 
     def __iter__(self) -> Iterator[Any]:
-        """Run the next epoch, or the rest of the one that was loaded.
+        """Run the next epoch, or the remaining steps of a loaded one.
 
         It begins when the first batch is asked for. Collective only with a `sampler` or an
         ``IterableDataset``.

@@ -82,20 +82,21 @@ def join_with_gpus(counts, uuid=None, kind="cuda"):
 
 
 NO_GROUPS = {
-    "the same": ([3, 3, 3], "GPU-7", "must have a GPU of its own, but 3 ranks on "),
+    "the same": ([1, 1, 1], "GPU-7", "must have a GPU of its own, but 3 ranks on "),
     "of other kinds": ([2, 0], None, "every rank must pass the same to `init`, but `backend` diff"),
 }
 
 
 @pytest.mark.parametrize(("counts", "uuid", "says"), NO_GROUPS.values(), ids=NO_GROUPS)
 def test_gpus_that_cannot_form_a_group_raise_on_every_rank(counts, uuid, says):
-    for raised, initialized in launched(join_with_gpus, counts, uuid, size=len(counts)):
+    mask = {"CUDA_VISIBLE_DEVICES": "0"} if counts[0] == 1 else {}  # one GPU for each task
+    for raised, initialized in launched(join_with_gpus, counts, uuid, size=len(counts), **mask):
         assert (raised.type, initialized) == ("RuntimeError", False)
         assert says in raised.text
         assert raised.seconds < 10
 
 
-def join_and_note_the_bound(counts, kind):
+def join_and_note_the_bound(counts, kind, uuid=None):
     """Join, where the group of GPUs is made as one of gloo, and say to which GPU it was bound."""
     make, asked = dist.init_process_group, []
 
@@ -104,7 +105,7 @@ def join_and_note_the_bound(counts, kind):
         make("gloo", **kwargs)
 
     with patch.object(dist, "init_process_group", init_process_group):
-        join_with_gpus(counts, kind=kind)
+        join_with_gpus(counts, uuid, kind)
     return asked
 
 
@@ -122,6 +123,11 @@ BOUND = [
 def test_only_a_process_with_one_gpu_binds_the_group(kind, counts, backend, bound):
     found = launched(join_and_note_the_bound, counts, kind, size=2)
     assert found == [[(backend, device)] for device in bound]
+
+
+def test_parts_of_a_gpu_with_one_uuid_form_a_group():
+    found = launched(join_and_note_the_bound, [2, 2], "cuda", "GPU-7", size=2)
+    assert [device for ((_, device),) in found] == ["cuda:0", "cuda:1"]
 
 
 def join_on_bad_device(bad):

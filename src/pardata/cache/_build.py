@@ -1,6 +1,7 @@
-"""Build a cache: several processes decode, one writes, and a rename publishes all files at once.
+"""The files of a cache: several processes decode, one writes, a rename publishes all at once.
 
-Does not protect two nodes from building the same cache at once: the first rename stays.
+Does not protect two nodes from building the same cache at once: the first rename stays. Does not
+detect changed bytes in a built cache, only missing files and wrong sizes.
 """
 
 import json
@@ -11,24 +12,84 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from secrets import token_hex
 from socket import gethostname
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from pardata._pytree import bytes_of
-from pardata.cache._cache_manifest import FILES, SOURCE, CacheManifest
-from pardata.cache._column import ColumnWriter, Shapes
-from pardata.cache._source import CHUNK, Fields, check_structure, read_sample
+from pardata._pytree import bytes_of, content_hash
+from pardata._validation import local_path
+from pardata.cache._column import Column, ColumnWriter, Shapes
+from pardata.cache._source import (
+    CHUNK,
+    Fields,
+    check_structure,
+    default_directory,
+    read_sample,
+    source_signature,
+)
 from pardata.data._batched_read import cpu_default_device
 from pardata.environment._logger import get_logger
 from pardata.output._progress import progress
 
 _log = get_logger(__name__)
 
+# Other names in the directory are left alone: the user may keep files there too.
+_FILES = "pardata-files-"
+_SOURCE = "source.json"
 _LOCK = "pardata-lock"
 _BUILDING = "pardata-building"
 _CHUNK_BYTES = 2**24  # the size of the chunk that a worker decodes at once
+
+
+class CacheManifest(NamedTuple):
+    """The files of a cache.
+
+    Attributes:
+        folder: the directory of the files.
+        fields: an empty tensor for each part of a sample, by path.
+        source: the signature of the dataset, with its length.
+    """
+
+    folder: Path
+    fields: Fields
+    source: dict[str, Any]
+
+    def paths(self, folder: Path) -> dict[str, Path]:
+        """Return the file of each part in `folder`."""
+        return {path: folder / f"{n}.bin" for n, path in enumerate(sorted(self.fields))}
+
+    def columns(self) -> list[Column]:
+        """Return the column of each part, in the order of `fields`."""
+        shapes, length = self._facts()["shapes"], self.source["length"]
+        paths = self.paths(self.folder)
+        return [
+            Column.of(paths[path], field.dtype, length, shapes[path])
+            for path, field in self.fields.items()
+        ]
+
+    def is_valid(self) -> bool:
+        """Whether all files exist and have the recorded sizes."""
+        with suppress(OSError, ValueError, TypeError, KeyError):  # a damaged file may hold anything
+            written = self._facts()["files"]
+            return all((self.folder / name).stat().st_size == written[name] for name in written)
+        return False
+
+    def _facts(self) -> Any:
+        """Return the manifest."""
+        return json.loads((self.folder / _SOURCE).read_text())
+
+
+def manifest_of(dataset: Any, directory: Any) -> tuple[CacheManifest, Any]:
+    """Return the manifest of a dataset, in a folder named by its hash, and the first sample."""
+    source = source_signature(dataset)
+    first, parts = read_sample(dataset, 0)
+    fields = {path: torch.empty_like(part, device="meta") for path, part in parts.items()}
+    kinds = [[path, str(field.dtype), field.ndim] for path, field in sorted(fields.items())]
+    place = default_directory(dataset, source) if directory is None else directory
+    folder = local_path("directory", place) / (_FILES + content_hash([source, kinds]))
+    return CacheManifest(folder, fields, source), first
 
 
 def build_if_missing(dataset: Any, files: CacheManifest, workers: int) -> None:
@@ -129,7 +190,7 @@ def _publish(unfinished: Path, files: CacheManifest, shapes: dict[str, Any]) -> 
     # Before the old cache is removed, because the disk may be full now.
     sizes = {path.name: path.stat().st_size for path in sorted(unfinished.iterdir())}
     facts = {**files.source, "shapes": shapes, "files": sizes}
-    (unfinished / SOURCE).write_text(json.dumps(facts, indent=1))
+    (unfinished / _SOURCE).write_text(json.dumps(facts, indent=1))
     for path in unfinished.iterdir():
         with path.open("r+b") as file:
             os.fsync(file.fileno())
@@ -140,6 +201,6 @@ def _publish(unfinished: Path, files: CacheManifest, shapes: dict[str, Any]) -> 
             return
         shutil.rmtree(final, ignore_errors=True)  # a damaged cache of the same source
         unfinished.rename(final)
-    for older in final.parent.glob(FILES + "*"):
+    for older in final.parent.glob(_FILES + "*"):
         if older != final:
             shutil.rmtree(older, ignore_errors=True)  # its readers keep their mappings

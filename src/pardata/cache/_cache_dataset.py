@@ -11,8 +11,7 @@ from torch.utils.data import Dataset, default_collate
 
 from pardata._pytree import bytes_of, leaves_with_path, map_with_path
 from pardata._validation import check_map_style
-from pardata.cache._build import build_if_missing
-from pardata.cache._cache_manifest import CacheManifest, manifest_of
+from pardata.cache._build import CacheManifest, build_if_missing, manifest_of
 from pardata.cache._source import class_name, from_tensors, is_numbers, num_decoders
 from pardata.collectives._barrier import rank_zero_first
 from pardata.data._batch_utils import Ragged

@@ -230,9 +230,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
 
         work = partial(self._folder.finish, {"step": step, **snapshot.facts}, write)
         if self._asynchronous:
-            self._background = BackgroundTask(
-                work if world.is_main else write, f"the checkpoint of step {step}"
-            )
+            what = f"the checkpoint of step {step}"
+            self._background = BackgroundTask(work if world.is_main else write, what)
             return
         if not world.is_main:
             with suppress(OSError):  # all ranks know of it, and rank 0 raises it

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,6 +63,28 @@ def properties_of(device: torch.device) -> Any:
     if device.type == "mps":
         return SimpleNamespace(name="mps", total_memory=of_kind.recommended_max_memory())
     return of_kind.get_device_properties(device)
+
+
+# Attributes and functions of torch that show how CUDA and ROCm choose kernels.
+_KERNEL_SETTINGS = (
+    *("version.cuda", "version.hip", "backends.cudnn.version"),
+    *(f"backends.cudnn.{kind}.fp32_precision" for kind in ("conv", "rnn")),
+    *(f"backends.cuda.matmul.{name}" for name in ("fp32_precision", "allow_fp16_accumulation")),
+    "backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
+    *(f"backends.cuda.{kind}_sdp_enabled" for kind in ("flash", "mem_efficient", "cudnn", "math")),
+    "backends.cuda.preferred_blas_library",
+)
+
+
+def kernel_settings(device: torch.device) -> dict[str, str]:
+    """Return versions and settings that choose kernels of CUDA and ROCm; nothing on other devices.
+
+    The version of the driver has no public name.
+    """
+    names = _KERNEL_SETTINGS if device.type == "cuda" else ()
+    found = {name: attrgetter(name)(torch) for name in names}
+    return {f"torch.{name}": str(x() if callable(x) else x) for name, x in found.items()}
 
 
 @cache

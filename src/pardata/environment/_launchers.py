@@ -98,10 +98,6 @@ def select_launcher(env: Env) -> Launcher | None:
     return next(iter(found or among), None)
 
 
-def _is_torchruns(env: Env) -> bool:
-    return all(env.get(name) for name in TORCHRUN)
-
-
 def _is_open_mpis(env: Env) -> bool:
     return any(name in env for name in OPEN_MPI)
 
@@ -239,7 +235,7 @@ def _check_bounds(launch: LaunchInfo, launcher: Launcher) -> None:
 _TORCHRUNS = ("TORCHELASTIC_", "GROUP_", "NODE_RANK")
 # In order of precedence.
 LAUNCHERS = [
-    Launcher("torchrun", TORCHRUN, _TORCHRUNS, _is_torchruns, _torchrun),
+    Launcher("torchrun", TORCHRUN, _TORCHRUNS, lambda env: all(map(env.get, TORCHRUN)), _torchrun),
     Launcher("mpi", OPEN_MPI, ("OMPI_", "PMIX_"), _is_open_mpis, _mpi),
     Launcher("slurm", SLURM, ("SLURM_",), _is_slurms, _slurm),
     Launcher("mpi", MPICH, ("PMI_", "MPI_LOCAL"), _is_mpichs, _mpi),

@@ -120,7 +120,9 @@ def _proposal(
         torch.accelerator.set_device_index(device)
         # With gloo, ranks can share a GPU.
         if launch is not None and _device.has_accelerator_backend(backend):
-            gpu = str(getattr(_device.properties_of(device), "uuid", ""))
+            # Partitions of a GPU may share its uuid, and masks number different GPUs alike.
+            seen_as = device.index, _device.visibility_variables()
+            gpu = str((getattr(_device.properties_of(device), "uuid", ""), *seen_as))
             has_one = len(seen) < 2 * launch.local_size
     else:
         _device.checked_device(device)  # raises for a missing accelerator

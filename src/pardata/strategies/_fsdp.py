@@ -241,13 +241,7 @@ def refuse_old_optimizers(replaced: Iterable[nn.Parameter]) -> None:
     _watch()
 
 
-@cache
-def _watch() -> None:
-    """Register the check of optimizers before their steps, once for a process."""
-    register_optimizer_step_pre_hook(lambda one, *_: _look(one))
-
-
-def _look(one: Optimizer) -> None:
+def _look(one: Optimizer, *_: object) -> None:
     if one in _checked:
         return
     parameters = [parameter for group in one.param_groups for parameter in group["params"]]
@@ -258,3 +252,7 @@ def _look(one: Optimizer) -> None:
             f"that its steps would train nothing: make the optimizer after wrap_model"
         )
     _checked.add(one)
+
+
+# Registers the check of optimizers before their steps, once for a process.
+_watch = cache(lambda: register_optimizer_step_pre_hook(_look))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.grad import conv2d_input, conv2d_weight
 
 from pardata._pytree import sha256_of
-from pardata.environment._device import properties_of, widest_float_dtype
+from pardata.environment._device import kernel_settings, properties_of, widest_float_dtype
 from pardata.model._torch_internals import (
     fail_past_recompile_limit,
     has_dynamic_sizes,
@@ -32,7 +32,7 @@ def numerics_record(device: torch.device) -> dict[str, object]:
         "torch": str(torch.__version__),  # TorchVersion compares differently
         "the processor": cpu if device.type == "cpu" else properties_of(device).name,
         "a probe of its arithmetic": kernel_probe(device)[:16],
-        "the order of sums": "a tree of halves",
+        **kernel_settings(device),
     }
 
 
@@ -105,12 +105,14 @@ def _results(dtype: torch.dtype, device: torch.device) -> Iterator[Tensor]:
         return (integers * 7919 % 1009 / 1009 - 0.5).to(dtype).view(shape).to(device)
 
     rows = numbers(33, 259)
-    yield numbers(64, 256) @ numbers(256, 64)
-    yield (product := rows @ numbers(259, 67))
-    images, filters, after = numbers(2, 5, 17, 19), numbers(9, 5, 3, 3), numbers(2, 9, 17, 19)
-    yield F.conv2d(images, filters, padding=1)
-    yield conv2d_input(images.shape, filters, after, padding=1)
-    yield conv2d_weight(images, filters.shape, after, padding=1)
-    yield product.softmax(1)
-    yield F.layer_norm(rows, rows.shape[1:])
+    yield from (numbers(64, 256) @ numbers(256, 64), product := rows @ numbers(259, 67))
+    for inner, outer in ((5, 9), (8, 16)):  # tensor cores take channels in eights
+        images, filters = numbers(2, inner, 17, 19), numbers(outer, inner, 3, 3)
+        yield (output := F.conv2d(images, filters, padding=1))
+        yield conv2d_input(images.shape, filters, output, padding=1)
+        yield conv2d_weight(images, filters.shape, output, padding=1)
+        yield F.batch_norm(images, None, None, training=True)
+    heads = numbers(2, 4, 33, 64)
+    yield F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+    yield from (product.softmax(1), F.layer_norm(rows, rows.shape[1:]))
     yield from (rows.exp(), rows.sin(), rows.tanh(), numbers(10007).sum())

@@ -12,7 +12,7 @@ has other figures: it shows only that each check runs.
 - environment: versions, and flags that decide what is computed.
 - meshes: the backends that device meshes get.
 - ends: how two ranks on the GPU end after an error of one, with a watchdog of NCCL in each.
-- probe: whether that of "exact" sees the flags.
+- probe: whether the record of "exact" sees the flags.
 - operations: whether six runs have the same bits, and whether the host waits.
 - graphs: microbatches in a CUDA graph.
 - lstm: the host wait of a recurrent net with dropout.
@@ -66,7 +66,7 @@ from torch.utils.data import TensorDataset
 import pardata
 from pardata.rng._rng_state import fork_torch_rng
 from pardata.strategies._step import DistributedStep
-from pardata.strategies.exact._numerics import kernel_probe
+from pardata.strategies.exact._numerics import numerics_record
 
 SECONDS, ALL_SECONDS = 100, 480  # of a check, of all
 # What CUDA and ROCm are called for. The profiler itself waits, for the whole device, at its end.
@@ -186,10 +186,10 @@ def backends_of(backend: str, kind: str, *names: str, **options: Any) -> str:
 
 
 def probe(place: Place) -> Findings:
-    """Change the flags that the probe of "exact" must see."""
+    """Change the flags that the record of "exact" must see."""
     pardata.seed_everything(0, deterministic=True)
     digests: list[str] = []
-    first, second = (timed(lambda: digests.append(kernel_probe(place.device))) for _ in range(2))
+    first, second = (timed(lambda: digests.append(numerics_record(place.device))) for _ in range(2))
     found = f"{first:.2f}, {second:.4f}, {digests[0] == digests[1]}"
     yield Finding("s, s again, equal", found, "< 3, < 0.02, True", "exact cannot resume")
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
@@ -198,7 +198,7 @@ def probe(place: Place) -> Findings:
     for where, name in flags:
         before = getattr(where, name)
         setattr(where, name, not before)
-        sees = kernel_probe(place.device) != digests[0]
+        sees = numerics_record(place.device) != digests[0]
         setattr(where, name, before)
         what = f"sees {'cudnn' if where is cudnn else 'matmul'}.{name} = {not before}"
         yield Finding(what, sees, "True", "ranks may differ unseen")

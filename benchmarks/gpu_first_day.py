@@ -188,9 +188,9 @@ def backends_of(backend: str, kind: str, *names: str, **options: Any) -> str:
 def probe(place: Place) -> Findings:
     """Change the flags that the record of "exact" must see."""
     pardata.seed_everything(0, deterministic=True)
-    digests: list[str] = []
-    first, second = (timed(lambda: digests.append(numerics_record(place.device))) for _ in range(2))
-    found = f"{first:.2f}, {second:.4f}, {digests[0] == digests[1]}"
+    records: list[dict[str, object]] = []
+    first, second = (timed(lambda: records.append(numerics_record(place.device))) for _ in range(2))
+    found = f"{first:.2f}, {second:.4f}, {records[0] == records[1]}"
     yield Finding("s, s again, equal", found, "< 3, < 0.02, True", "exact cannot resume")
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     flags = [(matmul, "allow_tf32"), (cudnn, "allow_tf32"), (cudnn, "enabled")]
@@ -198,7 +198,7 @@ def probe(place: Place) -> Findings:
     for where, name in flags:
         before = getattr(where, name)
         setattr(where, name, not before)
-        sees = numerics_record(place.device) != digests[0]
+        sees = numerics_record(place.device) != records[0]
         setattr(where, name, before)
         what = f"sees {'cudnn' if where is cudnn else 'matmul'}.{name} = {not before}"
         yield Finding(what, sees, "True", "ranks may differ unseen")

@@ -67,7 +67,7 @@ def properties_of(device: torch.device) -> Any:
 
 # Attributes and functions of torch that show how CUDA and ROCm choose kernels.
 _KERNEL_SETTINGS = (
-    *("version.cuda", "version.hip", "backends.cudnn.version"),
+    *("version.cuda", "version.hip", "backends.cudnn.version", "backends.cudnn.enabled"),
     *(f"backends.cudnn.{kind}.fp32_precision" for kind in ("conv", "rnn")),
     *(f"backends.cuda.matmul.{name}" for name in ("fp32_precision", "allow_fp16_accumulation")),
     "backends.cuda.matmul.allow_fp16_reduced_precision_reduction",

@@ -21,11 +21,7 @@ from pardata.environment._launchers import MPICH, OPEN_MPI, SLURM, TORCHRUN
 # versions of torch and Python also run on the oldest ones.
 MARKS = {"programs": "programs", "launchers": "launchers", "gpu": "gpu"}
 MARKS |= dict.fromkeys(
-    (
-        *("cache", "checkpoint", "collectives", "data", "model", "process_group", "rng"),
-        *("store", "strategies"),
-    ),
-    "oldest",
+    ("checkpoint", "data", "model", "process_group", "store", "strategies"), "oldest"
 )
 ARITHMETIC = {"test_same_batches.py", "test_plan.py", "test_loader_state.py"}
 # Files of few tests that take long, the longest first.
@@ -62,7 +58,7 @@ def pytest_configure(config):
     # pytest-xdist would hand out the files of fewest tests last, however long these take.
     config.option.loadscopereorder = False
     if hasattr(config, "workerinput"):
-        forked.loss_weights(config.workerinput["programs"])
+        forked.use_folder(config.workerinput["programs"])
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -232,7 +232,7 @@ class Programs:
                 program.kill()
 
 
-def loss_weights(folder):
+def use_folder(folder):
     """Start programs by the server of another process, which listens in `folder`."""
     _begun.append(Programs(Path(folder)))
     _ending.callback(_begun[0].end)

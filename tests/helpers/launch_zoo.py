@@ -1,4 +1,4 @@
-"""Shared by the tests of this package: scripts on ranks, by torchrun or by its variables."""
+"""Scripts on ranks, started by torchrun or by its variables, for the tests of process groups."""
 
 import json
 import os

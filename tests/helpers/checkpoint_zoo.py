@@ -1,4 +1,4 @@
-"""What the tests of checkpoints share: a small run, a digest of all that must survive, forgery."""
+"""A small run, a digest of all that must survive, and forgery, for the tests of checkpoints."""
 
 import hashlib
 import json

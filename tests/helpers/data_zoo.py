@@ -1,4 +1,4 @@
-"""What the tests of loading share: datasets, samplers, and what they ask of loaders."""
+"""Datasets and samplers, and how to read loaders, for the tests of loading."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""What the tests of caching share: datasets that count their readings, and how to compare."""
+"""Datasets that count their readings, and how to compare them, for the tests of caching."""
 
 import random
 from collections import namedtuple

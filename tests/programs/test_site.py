@@ -13,6 +13,7 @@ from browser import chromium, tab
 from places import DOCS
 from processes import run
 
+STYLE = DOCS / "_static" / "pardata.css"
 soak = pytest.mark.soak
 pytestmark = pytest.mark.skipif(
     not all(map(find_spec, ("sphinx", "furo", "myst_parser", "sphinx_copybutton"))),
@@ -167,8 +168,14 @@ def test_the_search_lists_it_among_the_first(word, page, site, browser):
     assert page in list(dict.fromkeys(found))[:FIRST]
 
 
+@pytest.mark.parametrize("pair", ["()", "{}"])
+def test_each_bracket_of_the_style_sheet_is_closed(pair):
+    first, last = map(STYLE.read_text(encoding="utf-8").count, pair)
+    assert first == last
+
+
 def test_every_section_in_the_style_sheet_is_on_a_page(site):
-    style = (site / "_static" / "pardata.css").read_text(encoding="utf-8")
+    style = STYLE.read_text(encoding="utf-8")
     named = set(re.findall(r"#([a-z][\w-]*-[\w-]+|[a-z]{3,})(?=[\s,):])", style))
     assert len(named) > 10
     there = "".join(page.read_text(encoding="utf-8") for page in site.glob("*.html"))

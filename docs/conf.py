@@ -136,7 +136,7 @@ IN_NAMES = re.compile(r"(?<=[a-zA-Z0-9]_)(?=[a-zA-Z0-9])|(?<=[a-z]{4})(?=[A-Z][a
 WORD = re.compile(r'<span class="pre">([^<]*)</span>')  # in HTML
 NAME = '<span class="sig-name'  # begins a new line if it has no room behind its module
 UNIT = re.compile(r"(?<=\d) (?=±|%[\s,.;:)<])|(?<=±) ")  # the spaces of "11.0 ± 1.6" and "90 %"
-COLUMN, LINE = 16, 36  # letters of code that a narrow column has room for, and a line on a phone
+COLUMN, LINE = 16, 31  # letters of code that a narrow column has room for, and a line on a phone
 
 
 def whole(text: str) -> str:

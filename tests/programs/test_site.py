@@ -23,8 +23,9 @@ needs_chromium = pytest.mark.skipif(
     chromium() is None, reason="looks at pages in Chromium, which is not installed"
 )
 
-WIDE, PHONE = (1400, 900), (400, 800)
+WIDE, WINDOW, PHONE = (1400, 900), (1100, 800), (390, 844)
 VIEWS = [(*WIDE, "light"), (*WIDE, "dark"), (*PHONE, "light"), (*PHONE, "dark")]
+VIEWS += [(*WINDOW, "light")]
 BACKGROUND = {"light": range(200, 256), "dark": range(60)}  # of red, green and blue
 LONGEST = 12_000  # pixels: a taller photograph is no use to anybody
 

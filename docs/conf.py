@@ -1,6 +1,7 @@
 """How Sphinx builds the site: `sphinx-build -W --keep-going -b html docs docs/_build`."""
 
 import re
+from functools import partial
 from html import unescape
 from importlib.metadata import metadata
 from itertools import chain
@@ -98,6 +99,18 @@ def valid_signature(*described: object) -> tuple[object, object] | None:
     return (signature.replace("~typing.~_", "_"), returned) if isinstance(signature, str) else None
 
 
+def types_beside_names(
+    _app: Sphinx, _kind: str, _name: str, _named: object, _options: object, lines: list[str]
+) -> None:
+    """Show an attribute's type behind its name, as a property's; napoleon puts it at the end."""
+    named = 0
+    for number, line in enumerate(lines):
+        if line.startswith(".. attribute::"):
+            named = number
+        elif line.startswith("   :type:"):
+            lines.insert(named + 1, lines.pop(number))
+
+
 def public_type_variables(_app: Sphinx, page: nodes.document) -> None:
     """Show a type variable as ``T``, which is ``_T`` in the source because it is not exported."""
     for signature in page.findall(desc_signature):
@@ -121,8 +134,9 @@ def readable_fields(_app: Sphinx, page: nodes.document) -> None:
 BREAKS = re.compile(r"(?<=[a-zA-Z)\]]\.)(?=[a-zA-Z_])|(?<=[=(,])(?=[^=),])")
 IN_NAMES = re.compile(r"(?<=[a-zA-Z0-9]_)(?=[a-zA-Z0-9])|(?<=[a-z]{4})(?=[A-Z][a-z]{3})")
 WORD = re.compile(r'<span class="pre">([^<]*)</span>')  # in HTML
+NAME = '<span class="sig-name'  # begins a new line if it has no room behind its module
 UNIT = re.compile(r"(?<=\d) (?=±|%[\s,.;:)<])|(?<=±) ")  # the spaces of "11.0 ± 1.6" and "90 %"
-COLUMN, LINE = 16, 36  # letters of code that a narrow column has room for, and a line on a phone
+COLUMN, LINE = 16, 31  # letters of code that a narrow column has room for, and a line on a phone
 
 
 def whole(text: str) -> str:
@@ -130,16 +144,11 @@ def whole(text: str) -> str:
     return f'<span class="whole">{text}</span>' if "-" in text and len(text) <= LINE else text
 
 
-def unbroken(code: re.Match[str]) -> str:
-    """Return a word of code outside of tables."""
-    return f'<span class="pre">{whole(code[1])}</span>'
-
-
-def breakable(code: re.Match[str]) -> str:
-    """Return a word of a table's code that breaks between its parts, if it is long."""
+def breakable(width: int, code: re.Match[str]) -> str:
+    """Return a word of code that breaks between its parts, if it is wider than `width` letters."""
     parts = [code[1]]
     for places in (BREAKS, IN_NAMES):
-        split = (places.split(part) if len(unescape(part)) > COLUMN else [part] for part in parts)
+        split = (places.split(part) if len(unescape(part)) > width else [part] for part in parts)
         parts = list(chain.from_iterable(split))
     return f'<span class="pre">{"<wbr>".join(map(whole, parts))}</span>'
 
@@ -153,10 +162,11 @@ def readable_on_a_phone(
     """
     if "body" not in context:
         return
-    body = UNIT.sub("&nbsp;", context["body"])
+    body = UNIT.sub("&nbsp;", context["body"]).replace(NAME, f"<wbr>{NAME}")
     parts = re.split(r"(<table.*?</table>)", body, flags=re.DOTALL)
     for number, part in enumerate(parts):
-        parts[number] = WORD.sub(breakable if part.startswith("<table") else unbroken, part)
+        width = COLUMN if part.startswith("<table") else LINE
+        parts[number] = WORD.sub(partial(breakable, width), part)
     picture = r'<p>(<img [^>]*src="(_images/[^"]*\.png)"[^>]*>)\s*</p>'
     context["body"] = re.sub(picture, r'<p><a class="picture" href="\2">\1</a></p>', "".join(parts))
 
@@ -165,6 +175,7 @@ def setup(app: Sphinx) -> None:
     """Connect what is above; Sphinx calls this."""
     app.connect("missing-reference", link_outside)
     app.connect("autodoc-process-signature", valid_signature)
+    app.connect("autodoc-process-docstring", types_beside_names, priority=600)  # after napoleon
     app.connect("doctree-read", public_type_variables)
     app.connect("doctree-read", readable_fields)
     app.connect("html-page-context", readable_on_a_phone)

@@ -13,6 +13,7 @@ from browser import chromium, tab
 from places import DOCS
 from processes import run
 
+STYLE = DOCS / "_static" / "pardata.css"
 soak = pytest.mark.soak
 pytestmark = pytest.mark.skipif(
     not all(map(find_spec, ("sphinx", "furo", "myst_parser", "sphinx_copybutton"))),
@@ -22,8 +23,9 @@ needs_chromium = pytest.mark.skipif(
     chromium() is None, reason="looks at pages in Chromium, which is not installed"
 )
 
-WIDE, PHONE = (1400, 900), (400, 800)
+WIDE, WINDOW, PHONE = (1400, 900), (1100, 800), (390, 844)
 VIEWS = [(*WIDE, "light"), (*WIDE, "dark"), (*PHONE, "light"), (*PHONE, "dark")]
+VIEWS += [(*WINDOW, "light")]
 BACKGROUND = {"light": range(200, 256), "dark": range(60)}  # of red, green and blue
 LONGEST = 12_000  # pixels: a taller photograph is no use to anybody
 
@@ -35,7 +37,7 @@ LOOK = """({
         .filter(t => t.getBoundingClientRect().right > innerWidth + 1)
         .filter(t => !["auto", "scroll"].includes(getComputedStyle(t.parentElement).overflowX))
         .map(t => t.innerText.slice(0, 40)),
-    split: [...document.querySelectorAll("[role=main] td code .pre")].map(word => {
+    split: [...document.querySelectorAll("[role=main] :is(code, dt, h1, h2, h3)")].map(word => {
         const texts = document.createTreeWalker(word, NodeFilter.SHOW_TEXT);
         let before = "", above = null;
         for (let text; (text = texts.nextNode()); )
@@ -52,6 +54,14 @@ LOOK = """({
             }
     }).filter(Boolean),
     background: getComputedStyle(document.body).backgroundColor,
+    scrolls: [...document.querySelectorAll("[role=main] .table-wrapper")]
+        .filter(w => innerWidth > 1000 && w.scrollWidth > w.clientWidth + 1)
+        .map(w => w.innerText.slice(0, 40)),
+    mislabelled: [...document.querySelectorAll("[role=main] td > p")].filter(p => {
+        const label = getComputedStyle(p, "::before").content.match(/[a-z]+/gi) ?? [];
+        const head = p.closest("table").querySelectorAll("th")[p.parentElement.cellIndex];
+        return label[0] !== "none" && label.some(word => !head.innerText.includes(word));
+    }).map(p => p.innerText),
     height: document.documentElement.scrollHeight,
 })"""
 TROUBLE = ("Network.loadingFailed", "Runtime.exceptionThrown", "Log.entryAdded")
@@ -81,7 +91,9 @@ def wrong_with(seen, scheme):
         yield f"it is {seen['sideways']} pixels wider than the window"
     yield from (f"a broken picture: {source}" for source in seen["broken"])
     yield from (f"a table that is cut: {text}" for text in seen["cut"])
-    yield from (f"code that breaks inside a word: {text}" for text in seen["split"])
+    yield from (f"a table that scrolls: {text}" for text in seen["scrolls"])
+    yield from (f"a cell whose label is not its column's: {text}" for text in seen["mislabelled"])
+    yield from (f"a line that breaks inside a word: {text}" for text in seen["split"])
 
 
 @needs_chromium
@@ -111,20 +123,23 @@ def test_every_page_is_readable_in_all_sizes_and_color_schemes(views, site, brow
 def test_a_bad_page_is_found(browser, tmp_path):
     page = tmp_path / "bad.html"
     page.write_text(
-        "<body style='background: #777'><img src=none.png><div role=main><div>"
-        "<table style='width: 900px'><td>wide<td><code style='display: block; width: 3ch'>"
-        "<span class=pre style='word-break: break-all'>asyn</span></code></table></div></div>"
+        "<style>p::before { content: 'old: ' }</style>"
+        "<body style='background: #777'><img src=none.png><div role=main><div class=table-wrapper>"
+        "<table style='width: 1500px'><th>new<tr><td><p>wide</p><td>"
+        "<code style='display: block; width: 3ch; word-break: break-all'>asyn</code>"
     )
     browser.open(page.as_uri())
     assert len(browser.events(*TROUBLE)) >= 1
     browser.show(*PHONE, "dark")
     complaints = "; ".join(wrong_with(browser.ask(LOOK), "dark"))
     assert re.fullmatch(
-        "a background of .*; it is .* wider.*; a broken picture: .*none.png; a table .*: wide.*; "
-        r"code .*: asy\|n",
+        "a background of .*; it is .* wider.*; a broken picture: .*none.png; "
+        r"a table that is cut: new.*; a cell whose label .*: wide; a line .*: asy\|n",
         complaints,
         re.DOTALL,
     )
+    browser.show(*WIDE, "dark")
+    assert "a table that scrolls: new" in "; ".join(wrong_with(browser.ask(LOOK), "dark"))
 
 
 @needs_chromium
@@ -167,8 +182,14 @@ def test_the_search_lists_it_among_the_first(word, page, site, browser):
     assert page in list(dict.fromkeys(found))[:FIRST]
 
 
+@pytest.mark.parametrize("pair", ["()", "{}"])
+def test_each_bracket_of_the_style_sheet_is_closed(pair):
+    first, last = map(STYLE.read_text(encoding="utf-8").count, pair)
+    assert first == last
+
+
 def test_every_section_in_the_style_sheet_is_on_a_page(site):
-    style = (site / "_static" / "pardata.css").read_text(encoding="utf-8")
+    style = STYLE.read_text(encoding="utf-8")
     named = set(re.findall(r"#([a-z][\w-]*-[\w-]+|[a-z]{3,})(?=[\s,):])", style))
     assert len(named) > 10
     there = "".join(page.read_text(encoding="utf-8") for page in site.glob("*.html"))

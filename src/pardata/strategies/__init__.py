@@ -1,4 +1,4 @@
-"""How replicas are kept equal: one file each, called as the user calls it."""
+"""The strategies that keep replicas equal, and `backward`."""
 
 from pardata.strategies._backward import backward
 from pardata.strategies._step_metrics import Mean

@@ -16,7 +16,7 @@ def local_range(count: int, rank: int, size: int) -> range:
     It ends at ceil((rank + 1) * count / size). So on 2 and 4 ranks each range is a subtree of the
     reduction tree of ``"exact"``.
 
-    >>> [list(share(5, rank, 3)) for rank in range(3)]
+    >>> [list(local_range(5, rank, 3)) for rank in range(3)]
     [[0, 1], [2, 3], [4]]
     """
     return range(-(-rank * count // size), -(-(rank + 1) * count // size))

@@ -196,11 +196,11 @@ def probe(place: Place) -> Findings:
     flags = [(matmul, "allow_tf32"), (cudnn, "allow_tf32"), (cudnn, "enabled")]
     flags += [(matmul, f"allow_{kind}_reduced_precision_reduction") for kind in ("bf16", "fp16")]
     for where, name in flags:
-        before = getattr(where, name)
-        setattr(where, name, not before)
-        sees = numerics_record(place.device) != records[0]
-        setattr(where, name, before)
-        what = f"sees {'cudnn' if where is cudnn else 'matmul'}.{name} = {not before}"
+        value, before = getattr(where, name), numerics_record(place.device)
+        setattr(where, name, not value)
+        sees = numerics_record(place.device) != before
+        setattr(where, name, value)
+        what = f"sees {'cudnn' if where is cudnn else 'matmul'}.{name} = {not value}"
         yield Finding(what, sees, "True", "ranks may differ unseen")
 
 

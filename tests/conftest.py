@@ -21,7 +21,11 @@ from pardata.environment._launchers import MPICH, OPEN_MPI, SLURM, TORCHRUN
 # versions of torch and Python also run on the oldest ones.
 MARKS = {"programs": "programs", "launchers": "launchers", "gpu": "gpu"}
 MARKS |= dict.fromkeys(
-    ("checkpoint", "data", "environment", "model", "process_group", "store", "strategies"), "oldest"
+    (
+        *("cache", "checkpoint", "data", "environment", "model", "process_group", "rng", "store"),
+        "strategies",
+    ),
+    "oldest",
 )
 ARITHMETIC = {"test_same_batches.py", "test_plan.py", "test_loader_state.py"}
 # Files of few tests that take long, the longest first.

@@ -1,7 +1,7 @@
 """Show what pardata finds on this machine, and whether processes can train together on it.
 
   env    what is there: the launcher and its variables, GPUs, cores, shared memory, limits, versions
-         check  a trial run: join, all-reduce, measure latency and bandwidth
+  check  a trial run: join, all-reduce, measure latency and bandwidth
 
 Alone, `check` starts two processes. Under a launcher (torchrun, srun, mpirun) every process runs
 the command, and rank 0 prints.

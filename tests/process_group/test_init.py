@@ -69,11 +69,21 @@ def test_a_rank_selects_its_gpu_or_the_only_visible_one(
         assert f"start {seen} process{'es' if seen > 1 else ''} per node" in found.text
 
 
+class Uuid:
+    """A uuid as CUDA's: only its text says which one it is."""
+
+    def __init__(self, text):
+        self.text = text
+
+    def __str__(self):
+        return self.text
+
+
 def join_with_gpus(counts, uuid=None, kind="cuda"):
     """Join where this process sees GPUs, without touching a driver."""
 
     def told(device):
-        return SimpleNamespace(uuid=uuid or f"GPU-{device.index}", total_memory=0)
+        return SimpleNamespace(uuid=Uuid(uuid or f"GPU-{device.index}"), total_memory=0)
 
     seen = counts[int(os.environ["RANK"])]
     with accelerators(seen, kind=kind, get_device_properties=told):

@@ -92,7 +92,7 @@ class One(Replicas):
 
 
 class Most(Replicas):
-    size, equal_counts = 3, True
+    size, equal_microbatches = 3, True
 
 
 @pytest.mark.parametrize("replicas", [One(None), Most(None)])

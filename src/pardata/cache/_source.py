@@ -56,7 +56,6 @@ def read_sample(dataset: Any, index: int, seed: int = 0) -> tuple[Any, dict[str,
     It is read under a seed of its index, so the cache does not depend on the process that reads it.
     The caller restores the default generators.
 
-
     Raises:
         RuntimeError: a sample cannot be read, or a part of it cannot be stored.
     """

@@ -126,7 +126,7 @@ def _is_stateful(thing: object) -> bool:
 
 
 class HostCopies:
-    """Copies tensors to the CPU; views of one memory share one copy."""
+    """Copies tensors to the CPU; equal views of one memory share one copy."""
 
     def __init__(self) -> None:
         self._copies: dict[Any, tuple[Tensor, Tensor]] = {}

@@ -68,21 +68,21 @@ class IterableFetcher(IterableDataset[FetchedStep]):
 
     def _steps(self, epoch: int, delivered: int) -> Iterator[FetchedStep]:
         """Yield the steps after `delivered` samples; those of this worker if sharded."""
-        plan, local_samples = self.plan, self.plan.batch_size
+        plan, step_samples = self.plan, self.plan.batch_size
         worker, workers, reader = 0, 1, tuple[int, ...]()
         if self.is_sharded:
             info = get_worker_info()
             worker, workers = (info.id, info.num_workers) if info else (0, 1)
-            local_samples = len(local_range(plan.batch_size, plan.rank, plan.size))
+            step_samples = len(local_range(plan.batch_size, plan.rank, plan.size))
             # Another seed in each worker, because samples differ.
             reader = plan.rank, worker
-        if delivered % local_samples:  # an incomplete batch was the last
+        if delivered % step_samples:  # an incomplete batch was the last
             return
-        samples, digest = self._seeded(epoch, local_samples, *reader, first=delivered), ""
-        for number in count(delivered // local_samples + worker, workers):
+        samples, digest = self._seeded(epoch, step_samples, *reader, first=delivered), ""
+        for number in count(delivered // step_samples + worker, workers):
             with fork_rng():
-                read = list(islice(samples, local_samples))
-            if not read or (len(read) < local_samples and plan.drop_last):
+                read = list(islice(samples, step_samples))
+            if not read or (len(read) < step_samples and plan.drop_last):
                 return
             digest = digest or self._beginning(read)
             if self.is_sharded:

@@ -195,28 +195,28 @@ class Loader:
         ``IterableDataset``.
         """
         # Inside the generator, because Lightning sets the epoch after iter().
-        bookmark, begun = self._cursor, self._cursor.begin()
+        cursor, begun = self._cursor, self._cursor.begin()
         self._clock = clock = WaitTimer()
         try:
-            fetched = self._source.steps(bookmark.now)
+            fetched = self._source.steps(cursor.now)
             clock.waited = clock.seconds()  # the time to draw the order and start workers
             batches = self._transfer.prefetched(fetched, self._shaped)
-            bookmark.use_up(begun)
+            cursor.use_up(begun)
             while True:
-                bookmark.check(begun)
+                cursor.check(begun)
                 step, state, batch = clock.timed_next(batches, _END)
                 if step is None:
                     break
                 clock.samples += step.samples
-                bookmark.delivered(begun, step.samples, self._source.digest, state)
+                cursor.delivered(begun, step.samples, self._source.digest, state)
                 if self._plan.microbatch_size is None:  # `Microbatches` have their counts
                     delivered.add(batch, ReadRecord(step.local_samples, self._plan.size))
                 yield batch
                 del batch  # the next batch may reuse its memory, which is still in the cache
-            bookmark.finished(begun)
+            cursor.finished(begun)
             self._speak_of_waiting(clock)
         except GeneratorExit:
-            bookmark.abandon(begun)
+            cursor.abandon(begun)
             raise
         finally:
             begun.is_running = False

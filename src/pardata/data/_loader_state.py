@@ -194,8 +194,8 @@ class StateSchema(NamedTuple):
             )
         epoch, delivered = state["epoch"], state["delivered"]
         length = None if self.is_stream else self.facts["length"]
-        is_next = _is_count(epoch) and _is_count(delivered)
-        if not is_next or (length is not None and delivered > length):
+        is_valid = _is_count(epoch) and _is_count(delivered)
+        if not is_valid or (length is not None and delivered > length):
             raise ValueError(
                 f"`state` must be at a sample of an epoch, but is at sample "
                 f"{reprlib.repr(delivered)} of epoch {reprlib.repr(epoch)}: look at what was saved"

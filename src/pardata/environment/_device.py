@@ -83,8 +83,9 @@ def kernel_settings(device: torch.device) -> dict[str, str]:
     The version of the driver has no public name.
     """
     names = _KERNEL_SETTINGS if device.type == "cuda" else ()
-    found = {name: attrgetter(name)(torch) for name in names}
-    return {f"torch.{name}": str(x() if callable(x) else x) for name, x in found.items()}
+    found = {f"torch.{name}": attrgetter(name)(torch) for name in names}
+    # An unset precision is IEEE's, like one that is set to the default.
+    return {n: str(x() if callable(x) else x).replace("none", "ieee") for n, x in found.items()}
 
 
 @cache

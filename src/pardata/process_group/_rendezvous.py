@@ -121,8 +121,8 @@ def _proposal(
         # With gloo, ranks can share a GPU.
         if launch is not None and _device.has_accelerator_backend(backend):
             # Partitions of a GPU may share its uuid, and masks number different GPUs alike.
-            seen_as = device.index, _device.visibility_variables()
-            gpu = str((getattr(_device.properties_of(device), "uuid", ""), *seen_as))
+            found = str(getattr(_device.properties_of(device), "uuid", ""))
+            gpu = found and f"{found} {device.index} {_device.visibility_variables()}"
             has_one = len(seen) < 2 * launch.local_size
     else:
         _device.checked_device(device)  # raises for a missing accelerator

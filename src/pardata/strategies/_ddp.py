@@ -36,7 +36,7 @@ from pardata.strategies._strategy import Strategy, WrapOptions
 
 
 class TransparentDDP(TransparentWrapper, DistributedDataParallel):
-    """`DistributedDataParallel` that reads through, with equal buffers after every step."""
+    """`DistributedDataParallel` that is transparent, with equal buffers after every step."""
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)

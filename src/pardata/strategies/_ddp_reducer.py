@@ -87,7 +87,7 @@ def _kind(parameter: Tensor) -> tuple[torch.dtype, torch.device]:
 
 
 def register_hook(model: Any, state: object, hook: Callable[..., Any]) -> None:
-    """Register a communication hook; unlike by DDP's method it is not pickled with the model."""
+    """Register a communication hook; unlike with DDP's method, it is not pickled."""
     dist._register_comm_hook(model.reducer, state, hook)
 
 
@@ -229,7 +229,7 @@ def _mean_with_payload(payload: Payload, bucket: dist.GradBucket) -> torch.futur
 def payload_for(model: DistributedDataParallel) -> Payload | None:
     """Register a payload's hook, if the model allows it. The result is the same on all ranks.
 
-    None for a model that is large or on a GPU, with a user's hook, and with gradients of less than
+    None if the model is large or on a GPU, if it has a user's hook, or if gradients have fewer than
     32 bits.
     """
     parameters = list(model.module.parameters())

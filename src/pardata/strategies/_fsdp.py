@@ -43,7 +43,7 @@ _LARGE = 10**8  # parameters: above this number sharding only the root is warned
 class FsdpStep(DistributedStep):
     """Step of "fsdp": each forward and backward is collective, so all ranks run equally many."""
 
-    equal_counts = True
+    equal_microbatches = True
 
     def _prepare(self) -> None:
         super()._prepare()

@@ -46,7 +46,7 @@ class Replicas:
     Attributes:
         size: number of ranks; `group` is their process group, None for the default one.
         min_microbatches: minimum number of microbatches that a rank must run.
-        equal_counts: whether every rank must run as many microbatches as the rank with most.
+        equal_microbatches: whether every rank must run as many microbatches as the rank with most.
         has_ordered_sums: whether sums of fractional counts must not depend on the number of ranks.
         layer: the layer of the model that belongs to its strategy.
     """
@@ -54,7 +54,7 @@ class Replicas:
     size = 1
     group: Any = None
     min_microbatches = 0
-    equal_counts = has_ordered_sums = False
+    equal_microbatches = has_ordered_sums = False
 
     def __init__(self, layer: nn.Module) -> None:
         self.layer: Any = layer
@@ -268,7 +268,7 @@ class LossWeights(NamedTuple):
             local = [Microbatch(data, row[""], number, row) for data, row, number in both]
         dropped_samples = count is None and [one.count for one in local] != planned
         most = -(-len(batch.counts) // replicas.size)
-        wanted = max(replicas.min_microbatches, most if replicas.equal_counts else 0)
+        wanted = max(replicas.min_microbatches, most if replicas.equal_microbatches else 0)
         if len(local) < wanted and batch.placeholder is None:
             raise ValueError(
                 f"a rank must have a microbatch to run if the others run one, but {batch!r} "

@@ -80,7 +80,7 @@ def forbidden_in(batch: Any) -> AbstractContextManager[None]:
     )
 
 
-def _unequal_counts_error(microbatches: int, size: int) -> RuntimeError:
+def _unequal_microbatches_error(microbatches: int, size: int) -> RuntimeError:
     return RuntimeError(
         f"`loss_fn` must not call torch.distributed if ranks run unequally many microbatches, but "
         f"has done so, and {size} ranks share {microbatches} microbatches: let it return sums and "
@@ -145,16 +145,16 @@ class Step(Replicas):
         if isinstance(self.batch, Microbatches):
             is_even = len(self.batch.counts) % self.size == 0
         if not is_even and flags.get(_COMMUNICATES):
-            raise _unequal_counts_error(len(self.batch.counts), self.size)
+            raise _unequal_microbatches_error(len(self.batch.counts), self.size)
         # Not under FSDP, whose forward communicates, and of which all ranks run equally many.
-        looks = self.size > 1 and SEEN not in flags and not self.equal_counts
+        looks = self.size > 1 and SEEN not in flags and not self.equal_microbatches
         others, before = self._others(), sequence_number(self.group) if looks else 0
         with forbidden_in(self.batch):
             yield
         if looks and others == self._others() and sequence_number(self.group) != before:
             flags[_COMMUNICATES] = True
             if not is_even:
-                raise _unequal_counts_error(len(self.batch.counts), self.size)
+                raise _unequal_microbatches_error(len(self.batch.counts), self.size)
 
     def _others(self) -> object:
         """Return a value that changes when the wrapper itself starts a collective."""
@@ -232,10 +232,12 @@ class DistributedStep(Step):
         for device, dtype in {(g.device, g.dtype) for g in gradients}:
             by = divisor
             if isinstance(divisor, Tensor):
-                # A divisor of the same dtype takes one kernel. In 16 bits it would be too coarse.
-                by = divisor.new_empty((), dtype=dtype if dtype.itemsize > 2 else divisor.dtype)
-                # A count of 0 gives gradients of 0. With an offload_policy they are on the CPU.
-                by = torch.add(divisor, _LEAST, out=by).to(device)
+                # A divisor of the same dtype takes one kernel. A count of 0 gives gradients of 0,
+                # and 16 bits may have no number as small as `_LEAST`.
+                is_wide = dtype.itemsize > 2
+                by = divisor.new_empty((), dtype=dtype if is_wide else divisor.dtype)
+                # With an offload_policy the gradients are on the CPU.
+                by = torch.add(divisor, _LEAST if is_wide else divisor == 0, out=by).to(device)
             alike = [g for g in gradients if (g.device, g.dtype) == (device, dtype)]
             with torch.no_grad():
                 torch._foreach_div_(alike, by)  # as optimizers do

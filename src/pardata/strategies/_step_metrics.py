@@ -183,7 +183,7 @@ class StepMetrics:
     def result(self) -> Any:
         """Return the mean loss, and the means of the metrics if there are any."""
         local_loss, *leaves = self._first()
-        # The values of one microbatch in one process are the means, except for each `Mean`.
+        # The values of one microbatch in one process are the means, unless a `Mean` is among them.
         if self._means is None and (len(self._seen) > 1 or len(leaves) >= self._weighted):
             self.set_means(self._sums(self._seen), self.count)
         loss, *metrics = self._means or self._first()
@@ -250,7 +250,7 @@ def _addend(leaf: Leaf, sums: Tensor) -> Any:
     """Return a leaf of metrics as a float, or a tensor on the device of `sums`."""
     if not isinstance(leaf, Tensor):
         return float(leaf)
-    is_local = leaf.device == sums.device
+    is_local = leaf.device == sums.device and leaf.dtype.itemsize > 1  # `add_` takes no float8
     return leaf if is_local else without_wait(leaf.to(sums.dtype), sums.device)
 
 

@@ -72,7 +72,7 @@ def run(
     job = pickle.dumps((fn, args))
     with tempfile.TemporaryDirectory(prefix="pardata-run-") as directory:
         method = multiprocessing.get_start_method(allow_none=True)
-        settings = _Job(directory, world_size, timeout, variables, method)
+        settings = _RunSettings(directory, world_size, timeout, variables, method)
         processes: list[tuple[Any, Connection]] = []
         outcomes: dict[int, Any] = {}
         try:
@@ -98,7 +98,7 @@ def _environment(added: Mapping[str, str]) -> dict[str, str]:
     return {**{n: text for n, text in inherited if n not in excluded}, **added}
 
 
-class _Job(NamedTuple):
+class _RunSettings(NamedTuple):
     """The settings that all processes of one `run` share."""
 
     directory: str
@@ -108,7 +108,7 @@ class _Job(NamedTuple):
     start_method: str | None
 
 
-def _start(rank: int, settings: _Job, job: bytes) -> tuple[Any, Connection]:
+def _start(rank: int, settings: _RunSettings, job: bytes) -> tuple[Any, Connection]:
     """Start a rank; return its process, and the pipe of its pickled result or `RemoteError`."""
     pipe, sender = multiprocessing.Pipe(duplex=False)
     # A fork server that has imported torch forks a rank in milliseconds; a new interpreter takes
@@ -122,7 +122,7 @@ def _start(rank: int, settings: _Job, job: bytes) -> tuple[Any, Connection]:
 
 
 def _join(
-    processes: list[tuple[Any, Connection]], outcomes: dict[int, Any], settings: _Job
+    processes: list[tuple[Any, Connection]], outcomes: dict[int, Any], settings: _RunSettings
 ) -> list[Any]:
     """Return the results of the ranks, or raise the error of the first rank to fail.
 
@@ -157,7 +157,7 @@ def _received(rank: int, process: Any, pipe: Connection) -> Any:
         return RemoteError(rank, "run", f"ProcessDied: {text}", text)
 
 
-def _timeout_text(stuck: list[int], settings: _Job) -> str:
+def _timeout_text(stuck: list[int], settings: _RunSettings) -> str:
     table = ""
     for rank in stuck:
         file = Path(f"{settings.directory}/stack-{rank}")
@@ -169,7 +169,7 @@ def _timeout_text(stuck: list[int], settings: _Job) -> str:
     )
 
 
-def _work(rank: int, settings: _Job, job: bytes, pipe: Connection) -> None:
+def _work(rank: int, settings: _RunSettings, job: bytes, pipe: Connection) -> None:
     """Run `fn` as one rank, and send its result."""
     gc.freeze()  # otherwise a collection would walk all modules of the server
     # The start method of the parent, for DataLoader workers of this rank. A forkserver would start
@@ -190,7 +190,7 @@ def _work(rank: int, settings: _Job, job: bytes, pipe: Connection) -> None:
     pipe.send(outcome)
 
 
-def _joined_call(rank: int, settings: _Job, job: bytes) -> Any:
+def _joined_call(rank: int, settings: _RunSettings, job: bytes) -> Any:
     size, limit = settings.size, timedelta(seconds=settings.timeout)
     store = dist.FileStore(f"{settings.directory}/store", size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)

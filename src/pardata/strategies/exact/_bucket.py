@@ -49,10 +49,10 @@ class Bucket:
             self._places.append((slice(self._length, end), layout.shape, layout.stride()))
             self._length = end
 
-    def begin_step(self, exchange: TreeLayout) -> None:
+    def begin_step(self, layout: TreeLayout) -> None:
         """Reset the sums for a new step."""
-        self._exchange = exchange
-        self._stack = TreeStack[_Gradients](exchange.count, _added)
+        self._layout = layout
+        self._stack = TreeStack[_Gradients](layout.count, _added)
         self.used = [False] * len(self.parameters)
 
     def begin(self) -> None:
@@ -79,7 +79,7 @@ class Bucket:
     def send(self, payload: Tensor | None = None) -> None:
         """Start the all-reduce of this rank's subtree sums, followed by `payload`. Collective."""
         behind = self._length + (0 if payload is None else len(payload))
-        rows = self._exchange.rows(behind, self._dtype, self.parameters[0].device)
+        rows = self._layout.rows(behind, self._dtype, self.parameters[0].device)
         # A failed rank has other subtrees, but no rank uses the result then.
         left = [gradients for _, gradients in self._stack.subtrees]
         for row, gradients in zip_longest(rows, left[: len(rows)]):
@@ -94,7 +94,7 @@ class Bucket:
         if payload is not None:
             rows[0, self._length : behind] = payload
         self._stack.subtrees.clear()
-        self.sum = TreeAllReduce(self._exchange, rows)
+        self.sum = TreeAllReduce(self._layout, rows)
 
     def _parts(self, row: Tensor) -> list[Tensor]:
         """Return views of `row`, of shape (length,), in the shape and strides of each parameter."""

@@ -24,7 +24,7 @@ class BufferMeans:
 
     Args:
         module: the module with the buffers, on whose device sums are computed.
-        exchange: the layout of the step.
+        layout: the layout of the step.
         first: the number of this rank's first microbatch that counts.
 
     Attributes:
@@ -33,8 +33,8 @@ class BufferMeans:
             the host does not wait.
     """
 
-    def __init__(self, module: nn.Module, exchange: TreeLayout, first: int) -> None:
-        self._module, self._exchange, self._first = module, exchange, first
+    def __init__(self, module: nn.Module, layout: TreeLayout, first: int) -> None:
+        self._module, self._layout, self._first = module, layout, first
         self._device = next(module.parameters()).device
         self._dtype = widest_float_dtype(self._device)
         start = real_buffers(module)
@@ -49,7 +49,7 @@ class BufferMeans:
         self.digest = zlib.crc32(
             b"".join(map(bytes_of, values)), zlib.crc32(repr(self.shapes).encode())
         )
-        self._stack = TreeStack[Tensor](exchange.count, Tensor.add_)
+        self._stack = TreeStack[Tensor](layout.count, Tensor.add_)
 
     def add(self, microbatch: Microbatch, values: Tensor) -> None:
         """Add a microbatch's changes of buffers, and the `values` of loss and metrics; restore.
@@ -87,7 +87,7 @@ class BufferMeans:
         words = (self._counted * (first == self._first)).view(torch.int16).to(self._dtype)
         size = count + len(self._before)
         self._sizes = count, len(self._before), len(words)
-        rows = self._exchange.rows(sum(self._sizes), self._dtype, self._device)
+        rows = self._layout.rows(sum(self._sizes), self._dtype, self._device)
         rows.fill_(IDENTITY)
         # A failed rank has other subtrees, but no rank uses the result then.
         for row, (_, subtree) in zip(rows, self._stack.subtrees, strict=False):

@@ -100,9 +100,9 @@ class ExactStep(Step):
         self._sums.train({n: p for n, p in module.named_parameters() if p.requires_grad})
         counting = (one.number for one in self.loss_weights.microbatches if one.count)
         self._first = min(counting, default=_NONE)
-        self._exchange = TreeLayout(len(self.batch.counts))
-        self._means = BufferMeans(module, self._exchange, self._first)
-        self._sums.begin_step(self._exchange, self._may_send)
+        self._layout = TreeLayout(len(self.batch.counts))
+        self._means = BufferMeans(module, self._layout, self._first)
+        self._sums.begin_step(self._layout, self._may_send)
 
     def send(self) -> None:
         """Start the comparison of all ranks, before the last backward."""
@@ -143,7 +143,7 @@ class ExactStep(Step):
         first = self._require_agreement(failed).first
         rows = self._means.rows(len(self.metrics.last()), first)
         flags = [failed is not None, *self._sums.used()]
-        payload = Payload(self._exchange, rows, flags)
+        payload = Payload(self._layout, rows, flags)
         if payload.fit():
             self._sums.send_rest(payload.sent())
             flags, sums = payload.received(self._sums.finish())
@@ -161,7 +161,7 @@ class ExactStep(Step):
         self._sums.send_rest()
         group, device = cpu_group_and_device(world())
         of_any = torch.tensor(flags, dtype=torch.int32, device=device)
-        sums = TreeAllReduce(self._exchange, rows)
+        sums = TreeAllReduce(self._layout, rows)
         wait = start_all_reduce(of_any, group) if self.size > 1 else lambda: of_any
         self._sums.finish()
         sums.add()
@@ -212,25 +212,25 @@ class Payload:
     Each row has a slot of 16-bit words, to which the other ranks add zeros, so no sum rounds.
 
     Args:
-        exchange: of the step.
+        layout: the layout of the step.
         rows: the rows of this rank, float64 of shape (subtrees, width).
         flags: flags of this rank, equally many on each rank.
     """
 
-    def __init__(self, exchange: TreeLayout, rows: Tensor, flags: list[bool]) -> None:
-        self._exchange, self._rows, self._flags = exchange, rows, flags
+    def __init__(self, layout: TreeLayout, rows: Tensor, flags: list[bool]) -> None:
+        self._layout, self._rows, self._flags = layout, rows, flags
         self._width = rows.shape[1]
-        self._length = len(flags) + len(exchange.spans) * self._width * _WORDS
+        self._length = len(flags) + len(layout.spans) * self._width * _WORDS
 
     def fit(self) -> bool:
         """Whether it is small, and every rank sends a bucket with it."""
-        how = self._exchange
+        how = self._layout
         reaches = how.is_plain or min(how.counts) > 0
         return how.size > 1 and reaches and self._rows.is_cpu and self._length <= _MOST
 
     def sent(self) -> Tensor:
         """Return this rank's payload, float32 of shape (length,), to be summed over ranks."""
-        how = self._exchange
+        how = self._layout
         places = torch.zeros(len(how.spans), self._width, dtype=torch.float64)
         places[how.first : how.first + how.local_count] = self._rows[: how.local_count]
         flags = torch.tensor(self._flags, dtype=torch.float32)
@@ -241,4 +241,4 @@ class Payload:
         count = len(self._flags)
         flags: list[bool] = (total[:count] > 0).tolist()
         words = total[count : self._length].to(torch.int16)
-        return flags, self._exchange.total(words.view(torch.float64).view(-1, self._width))
+        return flags, self._layout.total(words.view(torch.float64).view(-1, self._width))

@@ -72,16 +72,16 @@ class GradientSums:
         self._buckets = buckets_of(parameters.values())
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
 
-    def begin_step(self, exchange: TreeLayout, may_send: Callable[[], bool]) -> None:
+    def begin_step(self, layout: TreeLayout, may_send: Callable[[], bool]) -> None:
         """Begin a step.
 
         Args:
-            exchange: the layout of the step.
+            layout: the layout of the step.
             may_send: returns whether ranks agree; otherwise nothing is sent during the backward.
         """
         self._may_send, self._sent, self._added = may_send, 0, 0
         for bucket in self._buckets:
-            bucket.begin_step(exchange)
+            bucket.begin_step(layout)
         # On a CPU the last bucket also carries the payload, which is known only after the backward.
         self._early = len(self._buckets) - next(self.module.parameters()).is_cpu
 

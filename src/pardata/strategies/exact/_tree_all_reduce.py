@@ -133,27 +133,27 @@ class TreeLayout:
 
 
 class TreeAllReduce:
-    """A tree sum in progress; all ranks call `add`, then `result`, in the same order.
+    """A tree sum in progress. Collective: all ranks make one, call `add`, then `result`.
 
     Args:
-        exchange: of the step.
-        rows: from `TreeLayout.rows`, of shape (rows, padded); they are overwritten. Collective.
+        layout: the layout of the step.
+        rows: from `TreeLayout.rows`, of shape (rows, padded); they are overwritten.
     """
 
-    def __init__(self, exchange: TreeLayout, rows: Tensor) -> None:
-        self._exchange = exchange
+    def __init__(self, layout: TreeLayout, rows: Tensor) -> None:
+        self._layout = layout
         self._length = rows.shape[1]
         # The result overwrites the only row, if there is one.
-        self._sums = rows[0] if exchange.local_count < 2 else None
+        self._sums = rows[0] if layout.local_count < 2 else None
         self._work: Any = None
-        if exchange.is_plain:
+        if layout.is_plain:
             self._work = dist.all_reduce(rows[0], async_op=True)
-        elif exchange.size > 1:
-            self._send(rows[: exchange.local_count])
+        elif layout.size > 1:
+            self._send(rows[: layout.local_count])
 
     def _send(self, rows: Tensor) -> None:
         """Send each owner its chunk of each row, of shape (rows, chunk)."""
-        how, chunk = self._exchange, self._length // self._exchange.size
+        how, chunk = self._layout, self._length // self._layout.size
         self._received = rows.new_empty(len(how.spans), chunk)
         self._sent = rows.view(how.local_count, how.size, chunk).transpose(0, 1).reshape(-1)
         counts = [n * chunk for n in how.counts], [how.local_count * chunk] * how.size
@@ -162,10 +162,10 @@ class TreeAllReduce:
 
     def add(self) -> None:
         """Sum the elements that this rank owns, and start the all-gather. Collective."""
-        if self._exchange.size == 1 or self._exchange.is_plain:
+        if self._layout.size == 1 or self._layout.is_plain:
             return
         self._work.wait()
-        owned = self._exchange.total(self._received)
+        owned = self._layout.total(self._received)
         if self._sums is None:
             self._sums = owned.new_empty(self._length)
         self._work = _all_gather(self._sums, owned, async_op=True)

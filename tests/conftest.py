@@ -21,10 +21,7 @@ from pardata.environment._launchers import MPICH, OPEN_MPI, SLURM, TORCHRUN
 # versions of torch and Python also run on the oldest ones.
 MARKS = {"programs": "programs", "launchers": "launchers", "gpu": "gpu"}
 MARKS |= dict.fromkeys(
-    (
-        *("cache", "checkpoint", "data", "environment", "model", "process_group", "rng", "store"),
-        "strategies",
-    ),
+    ("cache", "checkpoint", "data", "model", "process_group", "rng", "store", "strategies"),
     "oldest",
 )
 ARITHMETIC = {"test_same_batches.py", "test_plan.py", "test_loader_state.py"}

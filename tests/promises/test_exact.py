@@ -312,6 +312,15 @@ def test_a_model_whose_kernels_are_chosen_by_their_speed_is_refused(how):
     wrap_model(torch.compile(seeded(), dynamic=False, mode="reduce-overhead"), "exact")
 
 
+@pytest.mark.parametrize("name", [next(iter(one)) for one in TIMED])
+def test_a_setting_of_inductor_for_all_models_is_refused_too(name):
+    from torch._inductor import config  # a second to import
+
+    text = f"but a Net was compiled with {name}, so that kernels are chosen by their speed"
+    with config.patch({name: True}), pytest.raises(RuntimeError, match=text):
+        wrap_model(torch.compile(seeded(), dynamic=False), "exact")
+
+
 # What may differ between ranks.
 DIFFERING = {
     "threads": lambda: threads(2),

@@ -278,6 +278,28 @@ def test_no_step_of_exact_does(over_nccl):
     assert all(0 < loss < 2 for loss in over_nccl(steps_without_waits, "exact", **ENV))
 
 
+def step_that_counts_nothing(device, dtype):
+    """Train on rows, and then on none on any rank; return the loss and the gradients of that."""
+    with init(device=device) as here:
+        model = wrap_model(nn.Linear(4, 2).to(dtype), "ddp")
+
+        def summed(model, batch):
+            return model(batch).float().square().sum()
+
+        for rows in (3 + here.rank, 0):
+            model.zero_grad()
+            loss = backward(model, summed, torch.ones(rows, 4, dtype=dtype, device=here.device))
+        return loss.item(), [parameter.grad.tolist() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.usefixtures("needs_two")
+def test_a_step_that_counts_nothing_leaves_zeros_and_a_loss_of_nan(dtype, hardware):
+    for loss, gradients in launched(step_that_counts_nothing, hardware, dtype, size=2):
+        assert math.isnan(loss)
+        assert gradients == [[[0.0] * 4] * 2, [0.0] * 2]
+
+
 def launches_of_steps(device):
     """Return how many kernels and copies a step by hand with DDP launches, and one of backward."""
     with init(device=device) as here:

@@ -392,6 +392,29 @@ def test_the_probe_detects_kernels_of_other_processors():
     assert differing == ["a probe of its arithmetic"]
 
 
+PROBED = "conv2d", "batch_norm", "scaled_dot_product_attention", "layer_norm"
+
+
+@pytest.mark.parametrize("name", PROBED)
+def test_the_probe_detects_a_kernel_that_rounds_differently(name):
+    before, kernel = numerics_record(CPU), getattr(F, name)
+    with patch.object(F, name, lambda *args, **options: kernel(*args, **options) * (1 + 2**-9)):
+        now = numerics_record(CPU)
+    assert [key for key in now if before[key] != now[key]] == ["a probe of its arithmetic"]
+
+
+def test_a_resume_with_other_settings_of_kernels_is_an_error():
+    name = "torch.backends.cuda.matmul.fp32_precision"
+    kept = "pardata.strategies.exact._numerics.kernel_settings"
+    model = wrap_model(seeded(), "exact")
+    with patch(kept, lambda _: {name: "ieee"}):
+        state = through_a_file(model.state_dict())
+        model.load_state_dict(state)
+    changed = patch(kept, lambda _: {name: "tf32"})
+    with changed, pytest.raises(ValueError, match=f"{name} was 'ieee' and is 'tf32': resume"):
+        model.load_state_dict(state)
+
+
 # What a state dict records
 
 

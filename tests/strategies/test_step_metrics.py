@@ -200,6 +200,15 @@ def test_metrics_that_differ_between_microbatches_raise_on_every_rank(strategy):
         assert error < CLOSE
 
 
+def in_8_bits(model, batch):
+    return squared_error(model, batch), torch.full((2,), 1.5).to(torch.float8_e4m3fn)
+
+
+def test_a_metric_in_8_bits_is_a_mean_over_microbatches():
+    _, mean = backward(network(), in_8_bits, cut(pieces((5, 2, 6))))
+    assert (mean.dtype, mean.float().tolist()) == (torch.float8_e4m3fn, [1.5, 1.5])
+
+
 # --- a metric is a mean ---
 
 

@@ -100,7 +100,7 @@ class _DifferentiableAllGather(torch.autograd.Function):
 
 
 def broadcast(value: _T) -> _T:
-    """Return rank 0's `value` on every rank; the others' is ignored. Collective.
+    """Return rank 0's `value` on every rank; other ranks' values are ignored. Collective.
 
     `value` is anything that can be pickled, tensors of any dtype, shape and size included, alone or
     inside other objects. What was on the CPU comes on the CPU, and what was on rank 0's GPU on the

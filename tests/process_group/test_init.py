@@ -78,6 +78,9 @@ class Uuid:
     def __str__(self):
         return self.text
 
+    def __repr__(self):
+        return f"<a uuid in process {os.getpid()}>"
+
 
 def join_with_gpus(counts, uuid=None, kind="cuda"):
     """Join where this process sees GPUs, without touching a driver."""

@@ -323,7 +323,8 @@ def compared(
 ) -> Findings:
     """Measure and count a step of each contender, whose ratios are to the first."""
     calls = {name: partial(timed, block) for name, block in blocks.items()}
-    alternate(calls, 1)  # DDP arranges its buckets after the first step
+    if place.is_full:
+        alternate(calls, 1)  # DDP arranges its buckets after the first step
     times = alternate(calls, place.rounds)
     theirs = next(iter(times.values()))
     for name, ours in times.items():

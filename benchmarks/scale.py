@@ -296,7 +296,8 @@ def simulate(launches: list[LaunchInfo], directory: str, meet: Any, answers: Any
 
 def measure(size: int) -> dict[str, Cost]:
     """Return what each operation cost, with so many ranks."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pardata"])
     server = dist.TCPStore("127.0.0.1", 0, None, True, timeout=PATIENCE, wait_for_workers=False)
     processes = min(size, PROCESSES)
     meet, answers = context.Barrier(processes), context.Queue()

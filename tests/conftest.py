@@ -24,6 +24,8 @@ MARKS |= dict.fromkeys(
     ("cache", "checkpoint", "data", "model", "process_group", "rng", "store", "strategies"),
     "oldest",
 )
+# What most tests of a mark import, for a second or two: their processes are forked with it.
+IMPORTED = {"programs": ("torchvision", "sklearn.datasets")}
 ARITHMETIC = {"test_same_batches.py", "test_plan.py", "test_loader_state.py"}
 # Files of few tests that take long, the longest first.
 LONGEST = (
@@ -58,6 +60,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     # pytest-xdist would hand out the files of fewest tests last, however long these take.
     config.option.loadscopereorder = False
+    forked.preloaded += IMPORTED.get(config.option.markexpr, ())
     if hasattr(config, "workerinput"):
         forked.use_folder(config.workerinput["programs"])
 

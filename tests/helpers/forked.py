@@ -19,6 +19,8 @@ from pathlib import Path
 
 # What the first DDP of a process imports, what the first `fully_shard` does, and torchrun.
 _SLOW = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.launcher.api")
+# What else the programs of a test run import; its ranks have it too.
+preloaded: list[str] = []
 
 SERVER = """if True:
     import contextlib, gc, importlib, json, os, runpy, select, signal, socket, sys, types, warnings
@@ -241,7 +243,7 @@ def use_folder(folder):
 def the_programs():
     """Return what starts the programs of most tests. Its interpreter starts when first asked."""
     if not _begun:
-        _begun.append(_ending.enter_context(forking()))
+        _begun.append(_ending.enter_context(forking(*preloaded)))
     return _begun[0]
 
 

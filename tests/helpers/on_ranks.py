@@ -27,6 +27,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import forked
 import torch
 import torch.distributed as dist
 
@@ -94,7 +95,8 @@ def _start_server() -> None:
     if "forkserver" in multiprocessing.get_all_start_methods():
         from multiprocessing import forkserver  # which cannot be imported on Windows
 
-        forkserver.set_forkserver_preload([*_run._PRELOADED, "pytest", "unittest.mock"])
+        modules = [*_run._PRELOADED, "pytest", "unittest.mock", *forked.preloaded]
+        forkserver.set_forkserver_preload(modules)
         forkserver.ensure_running()
 
 

@@ -1,17 +1,18 @@
 """The benchmarks' real files, at their smallest. How long anything takes is not looked at."""
 
+import contextlib
 import json
 import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
-from forked import python
 from PIL import Image
 from places import BENCHMARKS, SHARED_DATA
+from scripts import printed_by
 
 sys.path.insert(0, str(BENCHMARKS))
 
@@ -27,14 +28,8 @@ from _measure import Reach, Row, alternate, print_table  # noqa: E402  # path fi
 
 def output_of(folder, name, *arguments, **env):
     """Run a benchmark that saves in `folder`; return what it printed."""
-    run_by = sys.executable if name == "import_time.py" else python()
-    command = [run_by, str(BENCHMARKS / name), *map(str, arguments), "--save", str(folder)]
-    done = subprocess.run(
-        command, check=False, capture_output=True, text=True, cwd=folder,
-        env={**os.environ, **env}, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    with patch.dict(os.environ, env), contextlib.chdir(folder):
+        return printed_by(BENCHMARKS / name, *arguments, "--save", folder)
 
 
 def table_rows(text):

@@ -33,6 +33,7 @@ from forked import python
 from on_ranks import Raised, run_caught
 from places import DOCS, ROOT
 from processes import run
+from scripts import printed_by
 
 import pardata
 import pardata.testing
@@ -504,7 +505,7 @@ def test_a_dead_link_is_found(tmp_path):
 
 def test_the_first_picture_is_drawn_from_runs_of_both_kinds(tmp_path):
     out = tmp_path / "hero.svg"
-    printed = run(python(), DOCS / "hero.py", "--epochs", 1, "--out", out, timeout=300)
+    printed = printed_by(DOCS / "hero.py", "--epochs", 1, "--out", out)
     weights = {
         kind: set(re.findall(rf"^{kind}.*weights (\w+)", printed, flags=re.MULTILINE))
         for kind in ("DDP by hand", "pardata")

@@ -59,12 +59,19 @@ def submit(slurm, folder):
     return submit
 
 
-@pytest.mark.parametrize("launcher", ["slurm", "torchrun"])
-def test_a_batch_script_on_two_nodes_trains_as_one_process(launcher, submit, alone, folder):
-    script = {"slurm": "srun.sbatch", "torchrun": "torchrun.sbatch"}[launcher]
-    submit(script, *MNIST[1:], "--run-dir", folder / "run", options=["--wait"])
+# By launcher: its batch script, and options that stand before those in the script.
+SCRIPTS = {
+    "slurm": ("srun.sbatch", ["--wait", "--ntasks-per-node=1"]),
+    "torchrun": ("torchrun.sbatch", ["--wait"]),
+}
+
+
+@pytest.mark.parametrize(("launcher", "size"), [("slurm", 2), ("torchrun", 4)])
+def test_a_batch_script_on_two_nodes_trains_as_one_process(launcher, size, submit, alone, folder):
+    script, options = SCRIPTS[launcher]
+    submit(script, *MNIST[1:], "--run-dir", folder / "run", options=options)
     printed = (folder / "out").read_text()
-    assert joined(printed) == f"world size 4, nodes 2, launcher {launcher}"
+    assert joined(printed) == f"world size {size}, nodes 2, launcher {launcher}"
     assert fingerprint(printed) == alone
 
 

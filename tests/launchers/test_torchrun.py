@@ -1,4 +1,7 @@
-"""torchrun: on one host, on two, and while a node dies and another joins."""
+"""torchrun: on one host with a signal, and on two while a node dies and another joins.
+
+With SLURM and Kubernetes it trains on two hosts: see test_slurm.py and test_kubernetes.py.
+"""
 
 import re
 import signal
@@ -9,7 +12,7 @@ from pathlib import Path
 import pytest
 from namespaces import hosts, require_namespaces
 from processes import ended, run, start, wait_for
-from programs import MNIST, TORCHRUN, fingerprint, joined
+from programs import TORCHRUN
 
 from pardata import Checkpointer
 
@@ -70,7 +73,7 @@ def ended_well(*started):
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGUSR2", marks=pytest.mark.soak)])
-@pytest.mark.parametrize("starts", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("starts", ["forkserver", "spawn"])  # test_slurm.py forks workers
 def test_a_signal_of_torchrun_stops_a_run_that_has_workers(starts, name, folder):
     options = ["--standalone", "--nproc-per-node=2", "--signals-to-handle=SIGTERM,SIGUSR2"]
     with (folder / "out").open("w") as file:
@@ -84,26 +87,6 @@ def test_a_signal_of_torchrun_stops_a_run_that_has_workers(starts, name, folder)
     assert step, printed()
     assert printed().count(step[0]) == printed().count("ended well") == 2
     assert Checkpointer(folder / "run").steps()[-1] == int(step[1])
-
-
-def test_the_old_launcher_trains_as_one_process_does(two, alone, folder):
-    # It gives the script an argument, --local-rank. On a host of its own, since it always takes the
-    # same port.
-    printed = run(
-        *two[0].command(
-            sys.executable, "-m", "torch.distributed.launch", "--nproc-per-node=2",
-            *MNIST, "--run-dir", folder / "run",
-        )
-    )  # fmt: skip
-    assert joined(printed) == "world size 2, nodes 1, launcher torchrun"
-    assert fingerprint(printed) == alone
-
-
-def test_two_hosts_train_as_one_process_does(nodes, alone, folder):
-    command = ["--nnodes=2", *MNIST, "--run-dir", folder / "run"]
-    printed = ended_well(nodes(0, *command), nodes(1, *command))
-    assert joined(printed) == "world size 2, nodes 2, launcher torchrun"
-    assert fingerprint(printed) == alone
 
 
 def test_a_run_with_a_replaced_node_ends_as_an_undisturbed_one(two, nodes, folder):

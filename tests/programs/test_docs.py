@@ -32,7 +32,6 @@ import torch.distributed as dist
 from forked import python
 from on_ranks import Raised, run_caught
 from places import DOCS, ROOT
-from processes import run
 from scripts import printed_by
 
 import pardata

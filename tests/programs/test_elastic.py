@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from forked import python
+from launched import reserved_port
 from places import ARTICLES, EXAMPLES
 from processes import children, ended, run, start, wait_for
 
@@ -73,6 +74,17 @@ def test_mnist_compares_a_run_in_one_process_with_one_in_several():
     )  # fmt: skip
     assert "1 and 2 processes agree to the last bit" in printed
     assert len(set(re.findall(r"fingerprint of the weights (\w+)", printed))) == 1
+
+
+def test_the_old_launcher_gives_each_rank_its_place(tmp_path):
+    # It hands the script an argument too, --local-rank.
+    with reserved_port() as port:
+        printed = program(
+            *("-m", "torch.distributed.launch", "--nproc-per-node=2", f"--master-port={port}"),
+            *(ARTICLES / "mnist.py", "--data", "digits", "--epochs", 1, "--run-dir", tmp_path),
+        )
+    assert "joined: world size 2, nodes 1, launcher torchrun" in printed
+    assert "total training time" in printed
 
 
 @pytest.mark.parametrize("sizes", [(2, 1), pytest.param((2, 1, 3), marks=pytest.mark.soak)])

@@ -141,20 +141,20 @@ ROUNDED_ROWS = [
     *rows(ROUNDED),
     *rows(LONG_ROUNDED, mark=[pytest.mark.soak]),
 ]
+THREE = pytest.param(3, marks=pytest.mark.soak)
 EXACT_ROWS = [*rows(EXACT), *rows(LONG_EXACT, mark=[pytest.mark.soak])]
 
 
+@pytest.mark.parametrize("size", [1, 2, THREE])
 @pytest.mark.parametrize("cell", ROUNDED_ROWS)
-def test_every_number_of_processes_learns_what_the_plain_script_does(cell, results):
+def test_every_number_of_processes_learns_what_the_plain_script_does(cell, size, results):
     plain = results(False, "plain")[cell.split()[0]]
-    for size in (1, 2, 3):
-        assert_close(plain, results(cell in LONG_CELLS, size)[cell])
+    assert_close(plain, results(cell in LONG_CELLS, size)[cell])
 
 
+@pytest.mark.parametrize("size", [2, THREE])
 @pytest.mark.parametrize("cell", EXACT_ROWS)
-def test_exact_weights_are_the_same_to_the_last_bit(cell, results):
-    _, weights = results(cell in LONG_CELLS, 1)[cell]
-    for size in (2, 3):
-        _, others = results(cell in LONG_CELLS, size)[cell]
-        assert weights.keys() == others.keys()
-        assert all(torch.equal(weights[name], others[name]) for name in weights)
+def test_exact_weights_are_the_same_to_the_last_bit(cell, size, results):
+    (_, weights), (_, others) = (results(cell in LONG_CELLS, each)[cell] for each in (1, size))
+    assert weights.keys() == others.keys()
+    assert all(torch.equal(weights[name], others[name]) for name in weights)

@@ -8,7 +8,7 @@ import json
 import re
 import shutil
 import signal
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -117,21 +117,23 @@ class Peer:
         return self.run(name, 2, dict.fromkeys(range(2), (step, signal.SIGKILL)), **options)
 
 
-@contextmanager
-def started(name, module, factory):
-    """Yield what runs a script whose library is `module`."""
-    folder = factory.mktemp(name)
-    with forking(module, *LATER) as programs, ExitStack() as stores:
-        yield Peer(name, programs, folder, stores)
+def is_installed(module):
+    return importlib.util.find_spec(module.split(".")[0]) is not None
+
+
+@pytest.fixture(scope="module")
+def programs():
+    """What starts the scripts, with all libraries that are there."""
+    with forking(*dict.fromkeys(filter(is_installed, PEERS.values())), *LATER) as started:
+        yield started
 
 
 @pytest.fixture(scope="module", params=PEERS)
-def peer(request, tmp_path_factory):
-    module = PEERS[request.param]
-    if importlib.util.find_spec(module.split(".")[0]) is None:
-        pytest.skip(f"{module.split('.')[0]} is not installed")
-    with started(request.param, module, tmp_path_factory) as peer:
-        yield peer
+def peer(request, programs, tmp_path_factory):
+    if not is_installed(PEERS[request.param]):
+        pytest.skip(f"{PEERS[request.param]} is not installed")
+    with ExitStack() as stores:
+        yield Peer(request.param, programs, tmp_path_factory.mktemp(request.param), stores)
 
 
 @pytest.fixture(scope="module")
@@ -310,9 +312,10 @@ def test_lightning_resumes_a_stream_of_which_it_is_told_the_length(peer):
 # ------------------------------------------------- a script that takes other parts of pardata
 
 
-def test_parts_of_pardata_serve_a_script_that_wraps_and_loads_by_itself(tmp_path_factory):
+def test_parts_of_pardata_serve_a_script_that_wraps_and_loads_by_itself(programs, tmp_path):
     assert is_on_the_page("ddp")
-    with started("ddp", "torch.distributed", tmp_path_factory) as peer:
+    with ExitStack() as stores:
+        peer = Peer("ddp", programs, tmp_path, stores)
         whole = {size: peer.run(f"whole-{size}", size) for size in (1, 2)}
         asked = peer.run("asked", 2, {1: (EPOCH + 2, signal.SIGTERM)})
         said = {name: epochs_of(run) for name, run in {**whole, "asked": asked}.items()}

@@ -11,18 +11,18 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
-from torchvision.models import resnet18
+from torchvision.models.resnet import BasicBlock, ResNet
 
 from pardata import backward, make_loader, world, wrap_model
 
 
 class Transformer(nn.Module):
-    """Twelve layers, and the mean over a sequence."""
+    """Some layers, and the mean over a sequence."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, depth: int) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(width, 8, 4 * width, dropout=0.0, batch_first=True)
-        self.layers = nn.TransformerEncoder(layer, 12)
+        self.layers = nn.TransformerEncoder(layer, depth)
         self.last = nn.Linear(width, 10)
 
     def forward(self, sequences: Tensor) -> Any:
@@ -42,10 +42,11 @@ def lenet() -> nn.Module:
 def nets(*, is_full: bool) -> dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]]:
     """Return, by name, how a net is made, the shape of a sample, and of how many a batch is."""
     width, tokens, batch, pixels = (512, 128, 256, 32) if is_full else (16, 4, 8, 16)
+    depth, blocks = (12, 2) if is_full else (1, 1)  # a dry run has ResNet-10
     return {
         "small MLP": (lambda: nn.Sequential(*SMALL_NETS["mlp"][1]()), (64,), 32),
-        "ResNet-18": (partial(resnet18, num_classes=10), (3, pixels, pixels), batch),
-        "transformer": (partial(Transformer, width), (tokens, width), max(4, batch // 8)),
+        "ResNet-18": (partial(ResNet, BasicBlock, [blocks] * 4, 10), (3, pixels, pixels), batch),
+        "transformer": (partial(Transformer, width, depth), (tokens, width), max(4, batch // 8)),
     }
 
 

@@ -26,7 +26,13 @@ MARKS |= dict.fromkeys(
 )
 # What most tests of a mark import, for a second or two: their processes are forked with it.
 IMPORTED = {"programs": ("torchvision", "sklearn.datasets")}
-ARITHMETIC = {"test_same_batches.py", "test_plan.py", "test_loader_state.py"}
+# Files of these packages that call nothing of PyTorch that changes: not on the oldest versions.
+OF_ANY_VERSION = {
+    *("test_same_batches.py", "test_plan.py", "test_loader_state.py", "test_sample_count.py"),
+    *("test_shuffle.py", "test_batch_utils.py", "test_changing_data.py", "test_held_objects.py"),
+    *("test_cache_dataset.py", "test_ragged_samples.py", "test_wait_timer.py"),
+    *("test_uncaught_exceptions.py", "test_watchdog.py", "test_hang.py", "test_loss_weights.py"),
+}
 # Files of few tests that take long, the longest first.
 LONGEST = (
     *("test_kills.py", "test_soak.py", "test_one_rank.py", "test_every_world_size.py"),
@@ -100,7 +106,7 @@ def pytest_report_header():
 def pytest_itemcollected(item):
     if HERE in item.path.parents and item.get_closest_marker("soak") is None:
         folder = item.path.relative_to(HERE).parts[0]
-        if folder in MARKS and item.path.name not in ARITHMETIC and not _is_of_many_ranks(item):
+        if folder in MARKS and item.path.name not in OF_ANY_VERSION and not _is_of_many_ranks(item):
             item.add_marker(MARKS[folder])
 
 

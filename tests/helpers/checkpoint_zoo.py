@@ -102,10 +102,12 @@ def save_steps(directory, *steps, **options):
     return checkpointer
 
 
-def limited(size=20_000_000):
-    """Let this process write small files only, as on a full disk; return how to end it."""
+def limited(size=2_000_000):
+    """Let this process write small files only, as on a full disk; return how to end it.
+
+    Only on fresh ranks: the store of those that live on is a file, which grows.
+    """
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # More than the store of ranks that live on needs, which is a file, too, and grows.
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
     return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
 

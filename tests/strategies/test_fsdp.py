@@ -170,7 +170,7 @@ def warned(largest, options):
     try:
         with log_of("pardata") as log:
             for _ in range(2):
-                wrap_model(Net(width=2_000, blocks=4), "fsdp", **options)
+                wrap_model(Net(width=900, blocks=4), "fsdp", **options)
     finally:
         _fsdp._LARGE = 10**8
     return [line for line in log.lines if "root" in line]
@@ -186,10 +186,10 @@ def test_a_large_model_without_blocks_warns_of_its_peak_memory():
     )
     half = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
     for most, options, lines in [
-        (2.1e7, {}, []),
-        (2e7, {}, [text.format("0.08")]),
-        (2e7, half, [text.format("0.04")]),
-        (2e7, {"blocks": "auto"}, []),
+        (4.1e6, {}, []),
+        (4e6, {}, [text.format("0.02")]),
+        (4e6, half, [text.format("0.01")]),
+        (4e6, {"blocks": "auto"}, []),
     ]:
         assert run(warned, most, options, world_size=2) == [lines, []]
 

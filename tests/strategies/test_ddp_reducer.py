@@ -132,7 +132,6 @@ def normalise_weights(net):
 
 CHANGES = {
     "a head is exchanged": (exchange_head, ADDED.format("1.weight")),
-    "a layer is added": (lambda net: net.append(nn.Linear(1, 1)), ADDED.format("2.weight")),
     "LoRA is put on": (put_around, ADDED.format("1.more.weight")),
     "weights are assigned": (assign, ADDED.format("0.weight")),
     "weights are parametrised": (
@@ -140,7 +139,6 @@ CHANGES = {
         ADDED.format("0.parametrizations.weight.original0"),
     ),
     "a dtype of 16 bits": (lambda net: net.to(torch.bfloat16), CONVERTED.format("torch.bfloat16")),
-    "a dtype of 64 bits": (lambda net: net.double(), CONVERTED.format("torch.float64")),
 }
 
 

@@ -244,7 +244,7 @@ def own_steps(lengths, workers, *, draws=False, epochs=2, **options):
     return [steps(loader) for _ in range(epochs)]
 
 
-UNEQUAL = {1: [(20,)], 2: [(20, 5), (5, 20)], 3: [(3, 17, 12), (1, 1, 30)]}
+UNEQUAL = {1: [(20,)], 2: [(20, 5)], 3: [(3, 17, 12), (1, 1, 30)]}
 
 
 def _unequal(cases):
@@ -493,7 +493,7 @@ def test_a_stream_with_set_epoch_or_a_state_resumes_exactly(name, workers):
     sharded = "sharded" in name
     whole, _ = _own_epochs(name, [], workers, None)
     assert len({str(row) for _, row in whole}) == len(whole) == 12
-    for size in [1] if sharded else [1, 2, 3]:
+    for size in [1] if sharded else [1, 3]:
         begun = run(_own_epochs, name, [], workers, 6, world_size=size)
         states = [begun[0][1]]
         assert all(state == states[0] for _, state in begun)
@@ -558,8 +558,8 @@ def _step_by_step(kind, seeds, workers):
 @pytest.mark.parametrize(
     ("kind", "seeds", "workers", "size"),
     [
-        *[(AsDatasets, (), *place) for place in ((0, 1), (0, 2), (2, 1), (0, 3))],
-        *[(Stateful, (3,), *place) for place in ((0, 1), (2, 2))],
+        *[(AsDatasets, (), *place) for place in ((0, 1), (2, 1), (0, 3))],
+        *[(Stateful, (3,), *place) for place in ((0, 1), (0, 2))],
         (OtherState, (), 0, 1),
     ],
 )

@@ -249,16 +249,11 @@ class NaNInside(Net):
 
 
 class Checkpointed(Net):
-    def __init__(self, *, reentrant):
-        super().__init__()
-        self.reentrant = reentrant
-
     def forward(self, rows):
         def part(rows):
             return torch.tanh(self.first(F.dropout(rows, 0.0)))
 
-        rows = rows.clone().requires_grad_() if self.reentrant else rows
-        return self.last(checkpoint(part, rows, use_reentrant=self.reentrant))
+        return self.last(checkpoint(part, rows.clone().requires_grad_(), use_reentrant=True))
 
 
 def several_forwards(model, batch):
@@ -294,7 +289,6 @@ def nan_inside(model, batch):
 
 
 MODELS = {
-    "tuple": (lambda: Outputs(lambda a, b: (a, b)), of_output(lambda o: o[0])),
     "dict": (lambda: Outputs(lambda a, b: {"r": [a], "b": b}), of_output(lambda o: o["r"][0])),
     # DDP finds no unused ones in this.
     "slots": (lambda: Outputs(Slotted), of_output(lambda o: o.result + o.aside.sum())),
@@ -304,8 +298,7 @@ MODELS = {
     "loss inside": (LossInside, inside),
     "NaN inside": (NaNInside, nan_inside),
     "constant": (Net, constant_where_nothing_counts),
-    "checkpoint": (lambda: Checkpointed(reentrant=False), squared_error),
-    "reentrant checkpoint": (lambda: Checkpointed(reentrant=True), squared_error),
+    "reentrant checkpoint": (Checkpointed, squared_error),
 }
 OF_TOKENS = ("loss inside", "NaN inside", "constant")
 PARTS = [(3,), (3, 2, 4), (2, 1, 1, 1, 5)]
@@ -326,7 +319,7 @@ def errors_of_models(strategy):
         if name == "slots" and strategy == "fsdp" and torch.__version__ < (2, 12):
             continue  # refused
         net = network(kind)
-        unused = name in ("tuple", "dict")
+        unused = name == "dict"
         options = {"find_unused_parameters": True} if unused and strategy == "ddp" else {}
         model = wrap_model(copy.deepcopy(net), strategy, **options)
         for sizes in PARTS:

@@ -143,9 +143,7 @@ def by_hand_and_named():
 def test_the_gradient_is_that_of_ddp_in_blocks_and_in_replicas(size):
     expected = run(trained, "ddp", {}, world_size=size)[0]
     replicas = [n for n in (2, 4) if size % n == 0]
-    ways = [{"blocks": "auto"}, *({"blocks": Block, "replicate": n} for n in replicas)]
-    if size == 4:
-        ways.append({"replicate": np.int64(2)})
+    ways = [{"blocks": "auto"}, *({"blocks": Block, "replicate": np.int64(n)} for n in replicas)]
     for options in ways:
         for found in run(trained, "fsdp", options, world_size=size):
             assert alike(found, expected), options

@@ -39,6 +39,9 @@ assert {path.name for path in HERE.iterdir()}.issuperset(MARKS)
 # A shell in the background has all that it starts ignore an interrupt. Here it cleans up.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# As ranks do. Threads of several workers of pytest-xdist would wait for each other on few cores.
+torch.set_num_threads(1)
+
 # No test depends on how fast a machine is, and none leaves files behind.
 settings.register_profile(
     "pardata", deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]

@@ -359,7 +359,6 @@ class Marked(torch.Tensor):
 
 
 REFUSED = {
-    "`x['lr']` is <function ": lambda: {"lr": with_a_note},
     "`x[0]` is": lambda: [Unwilling()],
     "`x` is {'a': 1} (UserDict)": lambda: UserDict(a=1),
     "`x` is Marked([1.]) (Marked)": lambda: torch.ones(1).as_subclass(Marked),

@@ -48,7 +48,7 @@ class Wide(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.last = nn.Linear(64, 3000), nn.Linear(3000, 1000)
+        self.first, self.last = nn.Linear(64, 1000), nn.Linear(1000, 1000)
 
     def forward(self, x):
         return self.last(Failing.apply(self.first(x)))

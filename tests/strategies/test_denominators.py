@@ -214,6 +214,7 @@ def fails_on_one(batch):
     return len(batch[0])
 
 
+# One loss, negative counts and what is no number: tests/promises/errors.md.
 WRONG = {
     "names of microbatches": (one_term, unlike_names, "`count` must return the same names for"),
     "too many names": (one_term, too_many_on_one, "at most 32"),
@@ -221,9 +222,6 @@ WRONG = {
     "no dict of counts": (one_term, None, "for a dict of terms let `count` return a number"),
     "no text as a name": (one_term, lambda _: {"": 1}, "`count` must name terms by texts, but"),
     "other terms": (one_term, lambda _: {"it": 1}, "a dict of losses for the names that `count`"),
-    "one loss": (weighted, lambda _: {"it": 1}, "['it'], but returned Tensor"),
-    "less than nothing": (weighted, lambda _: -0.5, "`count(microbatch)` must be a finite number"),
-    "no number": (weighted, lambda _: "3", "`count(microbatch)` must be one number"),
     "an error on one rank": (weighted, fails_on_one, "labels"),
 }
 

@@ -4,12 +4,7 @@ import pytest
 import torch
 from data_zoo import Count, Numbers, steps
 from on_ranks import run
-from torch.utils.data import (
-    ConcatDataset,
-    Subset,
-    TensorDataset,
-    WeightedRandomSampler,
-)
+from torch.utils.data import ConcatDataset, Subset, TensorDataset, WeightedRandomSampler
 
 from pardata import cache_dataset, make_loader
 

@@ -45,12 +45,7 @@ class Run:
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
         rows = torch.randn(48, 8, generator=torch.Generator().manual_seed(1))
         self.loader = make_loader(
-            TensorDataset(rows),
-            *(12,),
-            shuffle=True,
-            seed=5,
-            microbatch_size=3,
-            num_workers=0,
+            TensorDataset(rows), *(12,), shuffle=True, seed=5, microbatch_size=3, num_workers=0
         )
 
     def train(self, steps):

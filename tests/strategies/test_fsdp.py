@@ -17,14 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import TensorDataset
 
 import pardata
-from pardata import (
-    backward,
-    check_in_sync,
-    fingerprint,
-    make_loader,
-    world,
-    wrap_model,
-)
+from pardata import backward, check_in_sync, fingerprint, make_loader, world, wrap_model
 from pardata.model._unwrap import ShardedModule
 from pardata.strategies import _fsdp
 from pardata.strategies._fsdp_blocks import blocks_of

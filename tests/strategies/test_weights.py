@@ -15,14 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pardata import (
-    Checkpointer,
-    check_in_sync,
-    fingerprint,
-    load_weights,
-    unwrap,
-    wrap_model,
-)
+from pardata import Checkpointer, check_in_sync, fingerprint, load_weights, unwrap, wrap_model
 
 PREFIXES = ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."]
 WAYS = ("mapping", "path", "method")

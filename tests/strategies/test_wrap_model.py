@@ -15,15 +15,7 @@ from sharding import whole
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from pardata import (
-    Microbatches,
-    backward,
-    check_in_sync,
-    fingerprint,
-    unwrap,
-    world,
-    wrap_model,
-)
+from pardata import Microbatches, backward, check_in_sync, fingerprint, unwrap, world, wrap_model
 from pardata.strategies._wrap_model import strategy_of
 
 

@@ -29,6 +29,7 @@ ARITHMETIC = {"test_same_batches.py", "test_plan.py", "test_loader_state.py"}
 LONGEST = (
     *("test_kills.py", "test_soak.py", "test_one_rank.py", "test_every_world_size.py"),
     *("test_command.py", "test_child_processes.py", "test_exact_matrix.py", "test_exact_step.py"),
+    *("test_init.py", "test_uncaught_exceptions.py", "test_run.py", "test_slow_disk.py"),
     *("test_hang.py", "test_comm_errors.py", "test_shutdown.py", "test_watchdog.py"),
     *("test_workers.py", "test_same_batches.py", "test_interpreter_end.py", "test_public_api.py"),
     *("test_elastic.py", "test_examples.py", "test_benchmarks.py"),

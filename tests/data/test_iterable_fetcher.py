@@ -150,8 +150,7 @@ def _no_such_place(workers):
 
 
 # Of a stream that is shared: tests/promises/misuse_data.py.
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(("size", "workers"), [(1, 2), (3, 0)])
 def test_resuming_beyond_the_end_of_a_stream_raises_on_every_rank(size, workers):
     text = "ValueError: `state` must be of this iterable dataset, but its `delivered` is 100 sam"
     for raised in run(_no_such_place, workers, world_size=size):
@@ -332,8 +331,7 @@ def _three_epochs(kind, workers):
     return [caught(steps, loader) for _ in range(3)]
 
 
-@pytest.mark.parametrize("kind", [Once, OnceSharded])
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("kind", "workers"), [(Once, 1), (OnceSharded, 0)])
 def test_a_stream_that_yields_once_raises_in_the_second_epoch(kind, workers):
     for size in (1, 2):
         for first, *others in run(_three_epochs, kind, workers, world_size=size, fresh=workers):

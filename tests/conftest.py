@@ -37,6 +37,7 @@ OF_ANY_VERSION = {
 LONGEST = (
     *("test_kills.py", "test_soak.py", "test_one_rank.py", "test_every_world_size.py"),
     *("test_command.py", "test_child_processes.py", "test_exact_matrix.py", "test_exact_step.py"),
+    *("test_init.py", "test_uncaught_exceptions.py", "test_run.py", "test_slow_disk.py"),
     *("test_hang.py", "test_comm_errors.py", "test_shutdown.py", "test_watchdog.py"),
     *("test_workers.py", "test_same_batches.py", "test_interpreter_end.py", "test_public_api.py"),
     *("test_elastic.py", "test_examples.py", "test_benchmarks.py"),
@@ -46,6 +47,9 @@ assert {path.name for path in HERE.iterdir()}.issuperset(MARKS)
 
 # A shell in the background has all that it starts ignore an interrupt. Here it cleans up.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# As ranks do. Threads of several workers of pytest-xdist would wait for each other on few cores.
+torch.set_num_threads(1)
 
 # No test depends on how fast a machine is, and none leaves files behind.
 settings.register_profile(

@@ -110,11 +110,11 @@ def test_an_image_file_that_is_cut_short_is_an_unreadable_sample(tmp_path):
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_any_number_of_workers_builds_the_same_files(tmp_path):
-    for workers in (0, 1, 2):
+    for workers in (0, 2):
         source = Samples(drawing, 200)
         cache_dataset(source, tmp_path / str(workers), num_workers=workers)
         assert (len(source.reads) > 200) is (workers == 0)
-    assert contents(tmp_path / "0") == contents(tmp_path / "1") == contents(tmp_path / "2")
+    assert contents(tmp_path / "0") == contents(tmp_path / "2")
 
 
 def _reader(_):

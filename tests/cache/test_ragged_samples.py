@@ -81,9 +81,9 @@ def test_samples_and_batches_have_each_its_own_shapes(tmp_path, workers, short_t
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_any_number_of_workers_builds_the_same_files(tmp_path):
-    for workers in (0, 1, 2):
+    for workers in (0, 2):
         cache_dataset(Samples(unlike, 200), tmp_path / str(workers), num_workers=workers)
-    assert contents(tmp_path / "0") == contents(tmp_path / "1") == contents(tmp_path / "2")
+    assert contents(tmp_path / "0") == contents(tmp_path / "2")
 
 
 def test_a_large_sample_after_small_ones_is_stored_too(tmp_path):

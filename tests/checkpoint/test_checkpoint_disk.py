@@ -20,7 +20,7 @@ from pardata.checkpoint._background_task import BackgroundTask
 from pardata.checkpoint._directory import CheckpointDirectory
 from pardata.checkpoint._retention import Retention
 
-LARGE = 12_000_000  # numbers: more bytes than `limited` leaves room for, also in halves
+LARGE = 1_200_000  # numbers: more bytes than `limited` leaves room for, also in halves
 
 
 def fill(_, who):
@@ -89,7 +89,8 @@ def test_a_failed_save_raises_on_every_rank_and_keeps_checkpoints(
     directory = tmp_path / "run"
     job = meet_trouble, directory, trouble, kind, asynchronous
     _, error, text = TROUBLES[trouble]
-    for raised, during, state, after, steps in run_caught(*job, world_size=size):
+    fresh = trouble == "no room"
+    for raised, during, state, after, steps in run_caught(*job, world_size=size, fresh=fresh):
         assert [each.type for each in raised] == [error] * 4
         assert all(text.format(directory) in each.text for each in raised)
         if trouble == "no room":
@@ -222,7 +223,7 @@ def fail_in_the_background(directory):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_next_call_raises_a_background_error_on_every_rank(size, tmp_path):
-    for raised, after in run_caught(fail_in_the_background, tmp_path, world_size=size):
+    for raised, after in run_caught(fail_in_the_background, tmp_path, world_size=size, fresh=True):
         for error in raised:
             text = "OSError: [Errno 27] File too large, while saving step 1"
             assert str(error).startswith(text)

@@ -102,10 +102,10 @@ def restore_one(directory, before, strategy, options):
 def test_hsdp_checkpoints_restore_under_every_strategy_and_back(tmp_path):
     replicas = "fsdp", {"replicate": 2, "blocks": nn.BatchNorm1d}
     expected = run(save_one, tmp_path / "4", *replicas, world_size=4)
-    for strategy, size in [("none", 1), ("fsdp", 2), ("fsdp", 3), ("ddp", 3), ("exact", 2)]:
+    for strategy, size in [("none", 1), ("fsdp", 3), ("exact", 2)]:
         told = run(restore_one, tmp_path / "4", "fsdp", strategy, {}, world_size=size)
         assert {*told} == {*expected}
-    for strategy, size in [("none", 1), ("fsdp", 3), ("ddp", 2), ("exact", 3)]:
+    for strategy, size in [("ddp", 2), ("fsdp", 3)]:
         told = run(save_one, tmp_path / f"{size}", strategy, {}, world_size=size)
         found = run(restore_one, tmp_path / f"{size}", strategy, *replicas, world_size=4)
         assert {*told} == {*found}
@@ -128,19 +128,7 @@ def train_on(strategy, before, steps, after):
     return trained.digest(), random.random()
 
 
-def test_an_exact_run_goes_on_to_the_bit_at_any_other_size(tmp_path):
-    [(expected, _)] = run(train_on, "exact", None, 9, None, world_size=1)
-    stages = [
-        (2, None, tmp_path / "a"),
-        (3, tmp_path / "a", tmp_path / "b"),
-        (1, tmp_path / "b", None),
-    ]
-    for size, before, after in stages:
-        told = run(train_on, "exact", before, 3, after, world_size=size)
-    assert [digest for digest, _ in told] == [expected]
-
-
-@pytest.mark.parametrize(("strategy", "size"), [("none", 1), ("ddp", 2), ("fsdp", 3)])
+@pytest.mark.parametrize(("strategy", "size"), [("none", 1), ("ddp", 2), ("fsdp", 2)])
 def test_resuming_at_the_same_world_size_is_bitwise_equal(strategy, size, tmp_path):
     run(train_on, strategy, None, 3, tmp_path, world_size=size)
     expected = run(train_on, strategy, None, 6, None, world_size=size)
@@ -371,7 +359,6 @@ class Marked(torch.Tensor):
 
 
 REFUSED = {
-    "`x['lr']` is <function ": lambda: {"lr": with_a_note},
     "`x[0]` is": lambda: [Unwilling()],
     "`x` is {'a': 1} (UserDict)": lambda: UserDict(a=1),
     "`x` is Marked([1.]) (Marked)": lambda: torch.ones(1).as_subclass(Marked),

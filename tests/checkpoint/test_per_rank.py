@@ -105,7 +105,7 @@ def save_without_room(directory, asynchronous):
     freed = limited() if world().rank == 1 else int
 
     def save():
-        checkpointer.save(2, per_rank={"own": torch.zeros(12_000_000 * world().rank)})
+        checkpointer.save(2, per_rank={"own": torch.zeros(1_200_000 * world().rank)})
         checkpointer.wait()
 
     error = caught(save)
@@ -117,7 +117,7 @@ def save_without_room(directory, asynchronous):
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_write_error_on_one_rank_raises_on_every_rank(asynchronous, tmp_path):
-    found = run_caught(save_without_room, tmp_path, asynchronous, world_size=2)
+    found = run_caught(save_without_room, tmp_path, asynchronous, world_size=2, fresh=True)
     for rank, (error, left, values) in enumerate(found):
         assert error.type == "OSError"
         assert (

@@ -100,7 +100,7 @@ def test_results_are_those_of_a_plain_computation(size):
     # Collected first and reduced in one run: so many runs would take too long.
     cases = []
 
-    @settings(max_examples=50)
+    @settings(max_examples=30)
     @given(st.data(), st.lists(st.integers(0, 50), min_size=size, max_size=size).filter(any))
     def collect(data, weights):
         tree = data.draw(trees)
@@ -108,7 +108,7 @@ def test_results_are_those_of_a_plain_computation(size):
         cases.append(([tree, *others], weights))
 
     collect()
-    assert len(cases) >= 50
+    assert len(cases) >= 30
     results = on_every_rank(_all_results, size, cases)
     for (values, weights), *of_ranks in zip(cases, *results, strict=True):
         for *reduced, gathered in of_ranks:

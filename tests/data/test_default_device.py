@@ -4,12 +4,7 @@ import pytest
 import torch
 from data_zoo import Count, Numbers, steps
 from on_ranks import run
-from torch.utils.data import (
-    ConcatDataset,
-    Subset,
-    TensorDataset,
-    WeightedRandomSampler,
-)
+from torch.utils.data import ConcatDataset, Subset, TensorDataset, WeightedRandomSampler
 
 from pardata import cache_dataset, make_loader
 
@@ -25,7 +20,7 @@ TENSORS = TensorDataset(torch.arange(23, device="cpu"))
 CASES = {
     "samples": (Numbers(23), {"shuffle": True}),
     "random samples": (Noisy(23), {}),
-    "many": (range(10**5), {"shuffle": True, "batch_size": 40_000}),
+    "many": (TensorDataset(torch.arange(10**5)), {"shuffle": True, "batch_size": 40_000}),
     "tensors": (TENSORS, {"shuffle": True}),
     "several": (ConcatDataset([TENSORS, Subset(TENSORS, [3, 1])]), {"shuffle": True}),
     "weights": (Numbers(23), {"sampler": WeightedRandomSampler([1.0] * 23, 23)}),

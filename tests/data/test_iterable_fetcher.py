@@ -150,8 +150,7 @@ def _no_such_place(workers):
 
 
 # Of a stream that is shared: tests/promises/misuse_data.py.
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(("size", "workers"), [(1, 2), (3, 0)])
 def test_resuming_beyond_the_end_of_a_stream_raises_on_every_rank(size, workers):
     text = "ValueError: `state` must be of this iterable dataset, but its `delivered` is 100 sam"
     for raised in run(_no_such_place, workers, world_size=size):
@@ -244,7 +243,7 @@ def own_steps(lengths, workers, *, draws=False, epochs=2, **options):
     return [steps(loader) for _ in range(epochs)]
 
 
-UNEQUAL = {1: [(20,)], 2: [(20, 5), (5, 20)], 3: [(3, 17, 12), (1, 1, 30)]}
+UNEQUAL = {1: [(20,)], 2: [(20, 5)], 3: [(3, 17, 12), (1, 1, 30)]}
 
 
 def _unequal(cases):
@@ -332,8 +331,7 @@ def _three_epochs(kind, workers):
     return [caught(steps, loader) for _ in range(3)]
 
 
-@pytest.mark.parametrize("kind", [Once, OnceSharded])
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("kind", "workers"), [(Once, 1), (OnceSharded, 0)])
 def test_a_stream_that_yields_once_raises_in_the_second_epoch(kind, workers):
     for size in (1, 2):
         for first, *others in run(_three_epochs, kind, workers, world_size=size, fresh=workers):
@@ -493,7 +491,7 @@ def test_a_stream_with_set_epoch_or_a_state_resumes_exactly(name, workers):
     sharded = "sharded" in name
     whole, _ = _own_epochs(name, [], workers, None)
     assert len({str(row) for _, row in whole}) == len(whole) == 12
-    for size in [1] if sharded else [1, 2, 3]:
+    for size in [1] if sharded else [1, 3]:
         begun = run(_own_epochs, name, [], workers, 6, world_size=size)
         states = [begun[0][1]]
         assert all(state == states[0] for _, state in begun)
@@ -558,8 +556,8 @@ def _step_by_step(kind, seeds, workers):
 @pytest.mark.parametrize(
     ("kind", "seeds", "workers", "size"),
     [
-        *[(AsDatasets, (), *place) for place in ((0, 1), (0, 2), (2, 1), (0, 3))],
-        *[(Stateful, (3,), *place) for place in ((0, 1), (2, 2))],
+        *[(AsDatasets, (), *place) for place in ((0, 1), (2, 1), (0, 3))],
+        *[(Stateful, (3,), *place) for place in ((0, 1), (0, 2))],
         (OtherState, (), 0, 1),
     ],
 )

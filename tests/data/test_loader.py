@@ -48,17 +48,6 @@ def test_an_epoch_left_by_a_break_counts_as_done(data):
     assert rest == whole[2:]
 
 
-@pytest.mark.parametrize("data", [8, Count(8)], ids=["map-style", "stream"])
-def test_a_state_of_the_last_step_resumes_at_the_epochs_end(data):
-    loader, again = loader_of(data, 4), loader_of(data, 4)
-    for _ in loader.epochs(3):
-        for _ in loader:
-            state = loader.state_dict()
-        break
-    again.load_state_dict(state)
-    assert [(epoch, len(list(again))) for epoch in again.epochs(3)] == [(0, 0), (1, 2), (2, 2)]
-
-
 def test_leaving_epochs_early_keeps_the_position_in_the_epoch():
     loader = loader_of_six()
     for _ in loader.epochs(2):

@@ -37,12 +37,7 @@ def batches(*args, **options):
 # --- datasets ---
 
 
-DATASETS = [
-    range(5),
-    Subset(range(10), [0, 1, 2, 3, 4]),
-    Count(5),
-    Sized(5),
-]
+DATASETS = [range(5), Subset(range(10), [0, 1, 2, 3, 4]), Count(5), Sized(5)]
 
 
 @pytest.mark.parametrize("dataset", DATASETS)

@@ -126,7 +126,7 @@ def test_repeated_samples_are_augmented_differently_and_reproducibly(name):
     numbers = [number for step, _ in whole for number in _flat(step)]
     assert len({round(number % 1, 9) for number in numbers}) == len(numbers)
     assert len({int(number) for number in numbers}) < len(numbers)
-    for size, workers, begun in [(2, 0, None), (2, 2, 1), (3, 1, 2)]:
+    for size, workers, begun in [(3, 0, None), (2, 2, 1)]:
         state = None if begun is None else whole[begun][1]
         ranks = run(_repeated, name, workers, state, world_size=size)
         rest = joined([[_flat(step) for step, _ in found] for found in ranks])
@@ -344,11 +344,16 @@ MICROBATCHES = {
 }
 
 
+# Those that workers read too: in them seeds are made for samples, microbatches and streams.
+IN_WORKERS = ("sometimes", "a subset", "named", "microbatches", "a stream", "all")
+
+
 def _epochs(workers):
     found = {}
     for name, (data, options) in {**SAMPLES, **MICROBATCHES}.items():
         pieces = {"microbatch_size": 2} if name in MICROBATCHES else {}
-        found[name] = [epochs_of(data, num_workers=n, **pieces, **options) for n in workers]
+        numbers = workers if name in IN_WORKERS else workers[:1]
+        found[name] = [epochs_of(data, num_workers=n, **pieces, **options) for n in numbers]
     return found
 
 

@@ -78,8 +78,8 @@ def chi_square(counts, expected):
 
 @pytest.mark.parametrize(
     ("length", "drawn"),
-    [(1000, DRAWN), (1000, 0), (DRAWN + 1, DRAWN), (10**9, DRAWN)],
-    ids=["drawn", "computed", "65537", "10**9"],
+    [(1000, DRAWN), (1000, 0), (10**9, DRAWN)],
+    ids=["drawn", "computed", "10**9"],
 )
 @seeds(1000, 5000)
 def test_where_two_positions_go_says_nothing_of_each_other(monkeypatch, seeds, length, drawn):

@@ -18,13 +18,7 @@ from variables import (
     TORCHRUN,
 )
 
-from pardata.environment._launchers import (
-    LAUNCHERS,
-    SINGLE,
-    Launcher,
-    LaunchInfo,
-    detect_launch,
-)
+from pardata.environment._launchers import LAUNCHERS, SINGLE, Launcher, LaunchInfo, detect_launch
 from pardata.testing._run import _environment
 
 

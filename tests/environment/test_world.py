@@ -54,20 +54,25 @@ def test_init_in_a_single_process_joins_and_leaves_a_group():
 
 
 def join_and_describe():
-    os.environ["PARDATA_JOINED"] = "1 torchrun:0/2@127.0.0.1:1"  # of another run: does not matter
     with init() as here, log_of() as log:
         inside = dataclasses.astuple(here)[:6], here.launcher, here.backend, str(here.device)
         total = all_reduce_sum(here.rank)
         same = world() == here and not log.lines  # no warning
+        barrier("end")
     return inside, total, same, world().launcher, dist.is_initialized()
 
 
+def join_three_times():
+    os.environ["PARDATA_JOINED"] = "1 torchrun:0/2@127.0.0.1:1"  # of another run: does not matter
+    return [join_and_describe() for _ in range(3)]
+
+
 @pytest.mark.parametrize(("launcher", "size"), [("torchrun", 1), ("torchrun", 4), ("slurm", 3)])
-def test_every_rank_of_a_launcher_joins_and_leaves(launcher, size):
-    outcomes = launched(join_and_describe, size=size, variables=LAUNCHERS[launcher])
+def test_every_rank_of_a_launcher_joins_leaves_and_joins_again(launcher, size):
+    outcomes = launched(join_three_times, size=size, variables=LAUNCHERS[launcher])
     for rank, found in enumerate(outcomes):
         inside = (rank, size, rank, size, 0, 1), launcher, "gloo", "cpu"
-        assert found == (inside, sum(range(size)), True, "single", False)
+        assert found == [(inside, sum(range(size)), True, "single", False)] * 3
 
 
 def join_repeatedly():
@@ -78,9 +83,8 @@ def join_repeatedly():
     return first == second == third, all_reduce_sum(1)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_init_again_changes_nothing_and_only_the_first_leaves(size):
-    assert launched(join_repeatedly, size=size) == [(True, size)] * size
+def test_init_again_changes_nothing_and_only_the_first_leaves():
+    assert launched(join_repeatedly, size=2) == [(True, 2)] * 2
 
 
 OTHER_ARGUMENTS = [
@@ -105,20 +109,6 @@ def test_init_again_with_other_arguments_is_refused():
                 f"'{asked}': pass it to the first call"
             )
         assert total == 2
-
-
-def join_three_times():
-    totals = []
-    for _ in range(3):
-        with init() as here:
-            totals.append(all_reduce_sum(here.rank + 1))
-            barrier("end")
-    return totals
-
-
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_group_that_was_left_can_be_joined_again_at_once(launcher):
-    assert launched(join_three_times, size=3, variables=LAUNCHERS[launcher]) == [[6] * 3] * 3
 
 
 def raise_inside():

@@ -45,12 +45,7 @@ class Run:
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
         rows = torch.randn(48, 8, generator=torch.Generator().manual_seed(1))
         self.loader = make_loader(
-            TensorDataset(rows),
-            *(12,),
-            shuffle=True,
-            seed=5,
-            microbatch_size=3,
-            num_workers=0,
+            TensorDataset(rows), *(12,), shuffle=True, seed=5, microbatch_size=3, num_workers=0
         )
 
     def train(self, steps):
@@ -102,10 +97,12 @@ def save_steps(directory, *steps, **options):
     return checkpointer
 
 
-def limited(size=20_000_000):
-    """Let this process write small files only, as on a full disk; return how to end it."""
+def limited(size=2_000_000):
+    """Let this process write small files only, as on a full disk; return how to end it.
+
+    Only on fresh ranks: the store of those that live on is a file, which grows.
+    """
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # More than the store of ranks that live on needs, which is a file, too, and grows.
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
     return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
 

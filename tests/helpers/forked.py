@@ -213,7 +213,8 @@ class Programs:
             argv[0], code = code, code.read_text()
         asked = {
             "argv": list(map(str, argv)), "kind": "", "code": code, "warnings": ["error"],
-            "folder": str(Path(folder).resolve()), "env": {**os.environ, **env},
+            "folder": str(Path(folder).resolve()),
+            "env": {"OMP_NUM_THREADS": "1", **os.environ, **env},  # as torchrun has it
         }  # fmt: skip
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(str(self.folder / "socket"))

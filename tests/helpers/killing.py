@@ -104,7 +104,7 @@ def wait_for(moment, run_dir, agent, chance):
                 came = time.monotonic() > until
             if came:
                 return True
-        time.sleep(0.0002)
+        time.sleep(0.001)
     return False
 
 

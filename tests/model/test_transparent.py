@@ -569,11 +569,7 @@ def test_scalars_become_their_mean_weighted_by_rows_with_its_gradient(pieces):
     assert [scalar.grad.item() for scalar in scalars] == pytest.approx(shares)
 
 
-STRUCTURES = [
-    lambda a: (a, a * 2),
-    lambda a: Pair(a, a * 2),
-    lambda a: [a, (a, Pair(a, [a]))],
-]
+STRUCTURES = [lambda a: (a, a * 2), lambda a: Pair(a, a * 2), lambda a: [a, (a, Pair(a, [a]))]]
 
 
 @pytest.mark.parametrize("wrap", STRUCTURES)

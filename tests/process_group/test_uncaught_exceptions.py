@@ -246,7 +246,7 @@ STUCK = """
 import sys, time, pardata
 from pardata.process_group import _watchdog
 
-_watchdog._STUCK = 8.0  # longer than the store lives on
+_watchdog._STUCK = 4.0  # longer than the store lives on
 _watchdog.has_accelerator_backend = lambda backend: True
 here = pardata.init(timeout=100)
 pardata.barrier("all are there")
@@ -268,7 +268,7 @@ def test_a_rank_stuck_on_an_accelerator_ends_and_names_the_failure(programs, tmp
 
 
 ALONE = (
-    STUCK[: STUCK.index("if here.rank ==")].replace("8.0", "1.0")
+    STUCK[: STUCK.index("if here.rank ==")].replace("4.0", "1.0")
     + """
 import os
 from pathlib import Path
@@ -277,7 +277,7 @@ if here.rank == 0:
         time.sleep(0.02)
     os._exit(0)  # its work is done, and the store goes with it
 Path("1 has left the barrier").touch()
-time.sleep(5)
+time.sleep(3)
 print("has ended its work", flush=True)
 os._exit(0)
 """

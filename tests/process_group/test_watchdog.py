@@ -15,6 +15,7 @@ from launched import launched, slurm_variables
 
 import pardata
 from pardata.process_group._watchdog import RankStatus, Watchdog, status_table
+from pardata.store import _client
 from pardata.store._current_op import current_op
 
 
@@ -46,6 +47,7 @@ def stop_rank_0(folder):
     else:
         log = logging.getLogger("pardata.process_group")
         log.addHandler(Keeping(f"{folder}/told", pids[0]))
+        _client._MARGIN = 3.0  # in which a store that is stopped may still answer
     pardata.barrier()
 
 

@@ -5,13 +5,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from torch.utils.data import (
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    Subset,
-    TensorDataset,
-)
+from torch.utils.data import Dataset, IterableDataset, RandomSampler, Subset, TensorDataset
 
 from pardata import cache_dataset, make_loader
 

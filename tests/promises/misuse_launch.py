@@ -33,6 +33,7 @@ SRUN = slurm_variables("{rank}", 2, None, SLURM_JOB_ID="7", MASTER_PORT=None)
 MPIRUN = dict(zip(OPEN_MPI, ("{rank}", "2", "0", "1"), strict=True))
 
 PORT_IS_TAKEN = "`MASTER_PORT` is in use"
+NO_INIT = "`torchrun`, and no `init()` before `make_loader`"
 VARIABLES = {
     "`LOCAL_RANK` is not set": {**LAUNCHED, "LOCAL_RANK": None},
     "`export RANK=0 WORLD_SIZE=2` and `python train.py`": {"RANK": "{rank}", "WORLD_SIZE": "2"},
@@ -52,6 +53,7 @@ VARIABLES = {
     },
     "two ranks on a machine with one GPU": LAUNCHED,
     "`init(device='mps')` in two ranks": LAUNCHED,
+    NO_INIT: LAUNCHED,  # before any other function: tests/environment/test_world.py
 }  # fmt: skip
 CODE = {
     "`init(timeout='5')`": "init(timeout='5')",
@@ -65,16 +67,8 @@ CODE = {
     "`make_loader(data, 4, distributed=True)` without a launcher": (
         "make_loader(data, 4, distributed=True)"
     ),
+    NO_INIT: "make_loader(TEN, 4)",
 }
-for name, code in {
-    "make_loader": "make_loader(TEN, 4)",
-    "wrap_model": "wrap_model(net())",
-    "all_reduce_mean": "all_reduce_mean(1.0)",
-    "Checkpointer.save": "Checkpointer('run').save(1)",
-    "StopSignal.agreed": "StopSignal().agreed()",
-}.items():
-    shown = f"`torchrun`, and no `init()` before `{name}`"
-    VARIABLES[shown], CODE[shown] = LAUNCHED, code
 
 
 def init_with_one_gpu():

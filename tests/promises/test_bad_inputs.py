@@ -3,7 +3,7 @@
 import misuse
 import misuse_launch
 import pytest
-from misuse import LABELS, ROWS, Row, check, rows
+from misuse import LABELS, ROWS, check, rows
 from on_ranks import Raised
 
 import pardata
@@ -62,14 +62,6 @@ TOLD = said(
 OF_ONE, WITH_OTHERS = "rank 1 of 2", "rank 1 of 2, and the others get an error that names it"
 
 
-def test_a_row_is_read_as_it_is_shown():
-    (row,) = rows(PAGE.format(WITH_OTHERS))
-    text = "[`x`] must be 4,\nbut is …"
-    assert row == Row("f", "`f(1 | 2)`", "ValueError", text, (2,), (1,), others=True)
-    sizes = [next(rows(PAGE.format(where))).sizes for where in ("the only one", "all of 1, 3")]
-    assert sizes == [(1,), (1, 3)]
-
-
 @pytest.mark.parametrize(
     ("where", "outcomes"),
     [
@@ -85,15 +77,3 @@ def test_a_row_is_read_as_it_is_shown():
 def test_a_rank_that_is_not_told_or_told_something_else_fails(where, outcomes):
     with pytest.raises(AssertionError):
         check(*rows(PAGE.format(where)), outcomes)
-
-
-@pytest.mark.parametrize(
-    ("where", "outcomes"),
-    [
-        ("all of 2", [said(), TOLD]),
-        (OF_ONE, [None, said()]),
-        (WITH_OTHERS, [said("rank 1", "RuntimeError"), said()]),
-    ],
-)
-def test_a_rank_that_did_nothing_wrong_may_be_told_which_one_did(where, outcomes):
-    check(*rows(PAGE.format(where)), outcomes)

@@ -42,11 +42,7 @@ def test_each_generator_is_restored_and_a_draw_raises(name):
     seed_generators(1)
     DRAWS[name]()
     text = "`collate_fn` must draw no random numbers from a batch whose size depends on"
-    with (
-        fork_rng(),
-        pytest.raises(RuntimeError, match=text),
-        forbid_rng_use("collate_fn", CPU),
-    ):
+    with fork_rng(), pytest.raises(RuntimeError, match=text), forbid_rng_use("collate_fn", CPU):
         DRAWS[name]()
     found = [torch.as_tensor(DRAWS[name]()) for _ in range(2)]
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
@@ -81,9 +77,7 @@ def test_only_the_requested_gpu_is_seeded_and_restored(gpus, device, own):
     assert torch.equal(gpus[1 - own].get_state(), other)
 
 
-def test_an_accelerator_without_default_generators_is_seeded_and_restored(
-    monkeypatch,
-):
+def test_an_accelerator_without_default_generators_is_seeded_and_restored(monkeypatch):
     own = torch.Generator().manual_seed(3)
     for name, does in {
         "manual_seed": own.manual_seed,

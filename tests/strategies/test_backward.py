@@ -1,17 +1,11 @@
-"""`backward`: the gradient of the mean over the global batch, however it is shared out.
+"""`backward`: the gradient of the mean over the global batch, however it is shared out."""
 
-``python tests/strategies/test_backward.py`` prints the table: by how much the gradient is off,
-relatively, at each world size and under each strategy, and by how much that of plain DDP is.
-"""
-
-import contextlib
 import copy
 import itertools
 import random
 import warnings
 import weakref
 from dataclasses import dataclass
-from functools import partial
 
 import pytest
 import torch
@@ -32,7 +26,6 @@ from logged import log_of
 from on_ranks import run, run_caught
 from sharding import whole
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from pardata import backward, check_in_sync, unwrap, world, wrap_model
@@ -61,7 +54,7 @@ def tokens_of(batch):
     return int(batch[2].sum())
 
 
-# --- the table: the gradient against that of one process and one batch ---
+# --- the gradient against that of one process and one batch ---
 
 
 @dataclass(frozen=True)
@@ -123,34 +116,6 @@ def errors_of_backward(*strategies):
     return found
 
 
-def errors_of_plain_ddp():
-    """Return by how much the usual ways are off, which take means of means."""
-    here, model = world(), DistributedDataParallel(network())
-
-    def error(case, parts, loss_of):
-        model.zero_grad()
-        *others, last = parts
-        with model.no_sync():
-            for part in others:
-                loss_of(part).backward()
-        loss_of(last).backward()
-        return off(gradients(model), truth(case)[1])
-
-    uneven = CASES["no microbatches, uneven shares"]
-    tokens = Case(tokens=(100, 1, 37, 2)[: max(here.size, 2)])
-    own = cut(sequences(tokens.tokens))
-    window = Case((3, 3) * here.size)  # two microbatches a rank are left, of windows of four
-    last = cut(pieces(window.sizes))
-    mean = error(uneven, [batch_of(uneven)], partial(squared_error, model))
-    means = error(tokens, own, lambda part: masked_error(model, part) / len(own))
-    windows = error(window, last, lambda part: squared_error(model, part) / 4)
-    return {
-        "mean of the ranks' means, uneven shares": mean,
-        "mean of means, token counts that differ": means,
-        "loss / accumulation_steps, last window half full": windows,
-    }
-
-
 def check_matrix(ranks):
     for found in ranks:
         for name, (error, (*facts, loss_error), loss) in found.items():
@@ -185,15 +150,6 @@ def test_the_gradient_is_that_of_the_mean_over_the_global_batch(size):
 
 def test_in_a_single_process_it_is_gradient_accumulation():
     check_matrix([errors_of_backward("none", "dp", "auto")])
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_plain_ddp_is_wrong_where_means_of_means_are_taken(size):
-    for found in run(errors_of_plain_ddp, world_size=size):
-        uneven, tokens, window = found.values()
-        assert uneven > 0.01 if size > 1 else uneven < CLOSE
-        assert tokens > 0.1
-        assert window == pytest.approx(0.5)
 
 
 # --- gradients that are there already ---
@@ -293,16 +249,11 @@ class NaNInside(Net):
 
 
 class Checkpointed(Net):
-    def __init__(self, *, reentrant):
-        super().__init__()
-        self.reentrant = reentrant
-
     def forward(self, rows):
         def part(rows):
             return torch.tanh(self.first(F.dropout(rows, 0.0)))
 
-        rows = rows.clone().requires_grad_() if self.reentrant else rows
-        return self.last(checkpoint(part, rows, use_reentrant=self.reentrant))
+        return self.last(checkpoint(part, rows.clone().requires_grad_(), use_reentrant=True))
 
 
 def several_forwards(model, batch):
@@ -338,7 +289,6 @@ def nan_inside(model, batch):
 
 
 MODELS = {
-    "tuple": (lambda: Outputs(lambda a, b: (a, b)), of_output(lambda o: o[0])),
     "dict": (lambda: Outputs(lambda a, b: {"r": [a], "b": b}), of_output(lambda o: o["r"][0])),
     # DDP finds no unused ones in this.
     "slots": (lambda: Outputs(Slotted), of_output(lambda o: o.result + o.aside.sum())),
@@ -348,8 +298,7 @@ MODELS = {
     "loss inside": (LossInside, inside),
     "NaN inside": (NaNInside, nan_inside),
     "constant": (Net, constant_where_nothing_counts),
-    "checkpoint": (lambda: Checkpointed(reentrant=False), squared_error),
-    "reentrant checkpoint": (lambda: Checkpointed(reentrant=True), squared_error),
+    "reentrant checkpoint": (Checkpointed, squared_error),
 }
 OF_TOKENS = ("loss inside", "NaN inside", "constant")
 PARTS = [(3,), (3, 2, 4), (2, 1, 1, 1, 5)]
@@ -370,7 +319,7 @@ def errors_of_models(strategy):
         if name == "slots" and strategy == "fsdp" and torch.__version__ < (2, 12):
             continue  # refused
         net = network(kind)
-        unused = name in ("tuple", "dict")
+        unused = name == "dict"
         options = {"find_unused_parameters": True} if unused and strategy == "ddp" else {}
         model = wrap_model(copy.deepcopy(net), strategy, **options)
         for sizes in PARTS:
@@ -390,7 +339,7 @@ def errors_of_models(strategy):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "size"), [("none", 1), ("dp", 1), *itertools.product(["ddp", "fsdp"], [1, 2, 3])]
+    ("strategy", "size"), [("none", 1), ("dp", 1), *itertools.product(["ddp", "fsdp"], [1, 2])]
 )
 def test_models_and_losses_may_be_of_many_kinds(strategy, size):
     for found in run(errors_of_models, strategy, world_size=size):
@@ -723,30 +672,6 @@ def test_steps_that_ranks_cannot_train_together_raise_on_each(step, texts):
     if step is unused_by_a_rank:
         assert "`never.weight`" in ranks[0].text
         assert "`rare.weight`" in ranks[1].text
-
-
-def print_table():
-    """Print by how much gradients are off, as Markdown."""
-    columns = [("none", 1), ("dp", 1), *itertools.product(["ddp", "fsdp"], SIZES)]
-    ours = {column: run(errors_of_backward, column[0], world_size=column[1]) for column in columns}
-    plain = {("ddp", size): run(errors_of_plain_ddp, world_size=size) for size in SIZES}
-    heads = " | ".join(f"{strategy} {size}" for strategy, size in columns)
-    print(f"| the gradient's worst relative error | {heads} |")
-    print("| --- |" + " --- |" * len(columns))
-    for name in CASES:
-        row = [max(found[name, column[0]][0] for found in ours[column]) for column in columns]
-        print(f"| {name} | {' | '.join(f'{error:.0e}' for error in row)} |")
-    for name in plain["ddp", 1][0]:
-        row = [
-            f"{max(found[name] for found in plain[column]):.1%}" if column in plain else ""
-            for column in columns
-        ]
-        print(f"| plain DDP: {name} | {' | '.join(row)} |")
-
-
-if __name__ == "__main__":
-    with contextlib.suppress(BrokenPipeError):
-        print_table()
 
 
 # Forwards in one step

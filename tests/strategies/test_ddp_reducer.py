@@ -48,7 +48,7 @@ class Wide(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.last = nn.Linear(64, 3000), nn.Linear(3000, 1000)
+        self.first, self.last = nn.Linear(64, 1000), nn.Linear(1000, 1000)
 
     def forward(self, x):
         return self.last(Failing.apply(self.first(x)))
@@ -132,7 +132,6 @@ def normalise_weights(net):
 
 CHANGES = {
     "a head is exchanged": (exchange_head, ADDED.format("1.weight")),
-    "a layer is added": (lambda net: net.append(nn.Linear(1, 1)), ADDED.format("2.weight")),
     "LoRA is put on": (put_around, ADDED.format("1.more.weight")),
     "weights are assigned": (assign, ADDED.format("0.weight")),
     "weights are parametrised": (
@@ -140,7 +139,6 @@ CHANGES = {
         ADDED.format("0.parametrizations.weight.original0"),
     ),
     "a dtype of 16 bits": (lambda net: net.to(torch.bfloat16), CONVERTED.format("torch.bfloat16")),
-    "a dtype of 64 bits": (lambda net: net.double(), CONVERTED.format("torch.float64")),
 }
 
 

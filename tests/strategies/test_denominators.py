@@ -15,7 +15,7 @@ from pardata import Mean, backward, world, wrap_model
 
 STRATEGIES = ["ddp", "fsdp", "exact"]
 WEIGHTS = torch.tensor([0.1, 0.7, 0.3], dtype=torch.float64)
-STEPS = [(3, 1, 4, 2, 5), (2,)]  # of the second all ranks but one have nothing
+STEPS = [(3, 1, 4, 2, 5), (2,)]  # of the second only one rank has something
 
 
 def classes_of(batch):
@@ -90,7 +90,7 @@ def steps(results, strategy, loss_fn, count, plain):
 CASES = [(strategy, plain) for strategy in STRATEGIES for plain in (False, True)][:-1]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(("strategy", "plain"), CASES)
 def test_a_loss_with_class_weights_is_that_of_the_global_batch(strategy, plain, size):
     for results in run(found, strategy, weighted, weight_of, plain, world_size=size):
@@ -100,7 +100,7 @@ def test_a_loss_with_class_weights_is_that_of_the_global_batch(strategy, plain, 
             assert off(gradient, true) < CLOSE
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(("strategy", "plain"), CASES)
 def test_each_term_of_a_loss_has_the_denominator_of_the_global_batch(strategy, plain, size):
     for results in run(found, strategy, two_terms, counts_of, plain, world_size=size):
@@ -214,6 +214,7 @@ def fails_on_one(batch):
     return len(batch[0])
 
 
+# One loss, negative counts and what is no number: tests/promises/errors.md.
 WRONG = {
     "names of microbatches": (one_term, unlike_names, "`count` must return the same names for"),
     "too many names": (one_term, too_many_on_one, "at most 32"),
@@ -221,9 +222,6 @@ WRONG = {
     "no dict of counts": (one_term, None, "for a dict of terms let `count` return a number"),
     "no text as a name": (one_term, lambda _: {"": 1}, "`count` must name terms by texts, but"),
     "other terms": (one_term, lambda _: {"it": 1}, "a dict of losses for the names that `count`"),
-    "one loss": (weighted, lambda _: {"it": 1}, "['it'], but returned Tensor"),
-    "less than nothing": (weighted, lambda _: -0.5, "`count(microbatch)` must be a finite number"),
-    "no number": (weighted, lambda _: "3", "`count(microbatch)` must be one number"),
     "an error on one rank": (weighted, fails_on_one, "labels"),
 }
 

@@ -144,9 +144,7 @@ def with_an_accelerators_numbers(strategy):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "exact"])
-def test_an_accelerators_generator_is_seeded_and_put_back_wherever_the_parameters_are(
-    strategy,
-):
+def test_an_accelerators_generator_is_seeded_and_put_back_wherever_the_parameters_are(strategy):
     (alone,) = run(with_an_accelerators_numbers, strategy, world_size=1)
     assert len(set(alone)) == 6
     for losses in run(with_an_accelerators_numbers, strategy, world_size=2):

@@ -132,7 +132,7 @@ def nan_on_one(model, batch):
 
 
 @pytest.mark.parametrize("small", [True, False])
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2])
 def test_metrics_have_the_digits_and_the_range_of_float64(size, small):
     for (numbers, wide, whole, own), seen, (nan,) in run(means_of_numbers, small, world_size=size):
         assert numbers == pytest.approx([float(number) for number in NUMBERS], rel=1e-15, abs=0)
@@ -463,35 +463,9 @@ class Numbers:
         return None if index == self.corrupt else torch.full((5, 7), float(index) / 7)
 
 
-def time_first(samples):
-    return torch.stack(samples, dim=1), torch.zeros(len(samples))
-
-
 def readable(samples):
     kept = [sample for sample in samples if sample is not None]
     return torch.stack(kept) if kept else torch.zeros(0, 5, 7)
-
-
-def losses_of(collate_fn, corrupt, microbatch_size, count):
-    def loss_fn(model, batch):
-        return model(batch[0] if isinstance(batch, tuple) else batch).mean()
-
-    torch.manual_seed(0)
-    model = wrap_model(nn.Linear(7, 1, bias=False), "ddp" if world().size > 1 else "none")
-    with torch.no_grad():
-        unwrap(model).weight.fill_(1.0)
-    options = {"collate_fn": collate_fn, "microbatch_size": microbatch_size}
-    (batch,) = make_loader(Numbers(corrupt=corrupt), 6, num_workers=0, **options)
-    return [backward(model, loss_fn, batch, count=count).item() for _ in range(2)]
-
-
-@pytest.mark.parametrize("microbatch_size", [None, 2])
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_samples_count_along_any_dimension_and_those_left_out_by_count(size, microbatch_size):
-    for found in run(losses_of, time_first, None, microbatch_size, None, world_size=size):
-        assert found == pytest.approx([2.5, 2.5])
-    for found in run(losses_of, readable, 3, microbatch_size, len, world_size=size):
-        assert found == pytest.approx([2.4, 2.4])
 
 
 def all_left_out_under_exact(count):
@@ -557,9 +531,8 @@ def train_but(strayed, strategy):
 
 @pytest.mark.parametrize("strayed", ["leaves one out", "takes another loader's"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("size", [2, 3])
-def test_ranks_at_different_steps_are_an_error_on_every_rank(strategy, strayed, size):
-    for raised in run_caught(train_but, strayed, strategy, world_size=size):
+def test_ranks_at_different_steps_are_an_error_on_every_rank(strategy, strayed):
+    for raised in run_caught(train_but, strayed, strategy, world_size=2):
         assert raised.type == "RuntimeError"
         assert "the same to `backward`, but `step` differs:\n" in raised.text
         assert "step='step 1 of epoch 0, of a loader with seed" in raised.text

@@ -15,16 +15,10 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pardata import (
-    Checkpointer,
-    check_in_sync,
-    fingerprint,
-    load_weights,
-    unwrap,
-    wrap_model,
-)
+from pardata import Checkpointer, check_in_sync, fingerprint, load_weights, unwrap, wrap_model
 
 PREFIXES = ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."]
+WAYS = ("mapping", "path", "method")
 NO_ASSIGN = "`assign` must be False for a wrapped model: assign to the module before wrapping it"
 
 
@@ -48,7 +42,7 @@ def load_all(strategies, directory):
         before = list(state)
         torch.save(state, path)
         for strategy in strategies:
-            for way in ("mapping", "path", "method"):
+            for way in WAYS if prefix in ("", "module.") else WAYS[:1]:
                 model = wrapped_as(strategy, seeded(0))
                 if way == "method" and hasattr(type(model), "scatter"):
                     told = model.load_state_dict(state)
@@ -64,7 +58,7 @@ def test_every_spelling_of_the_names_loads_in_a_single_process(tmp_path):
     assert load_all(["none", "dp", "compiled"], tmp_path) == []
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2])
 def test_every_spelling_of_the_names_loads_on_several_ranks(size, tmp_path):
     strategies = ["ddp", "fsdp", "none", *["compiled inside ddp"] * (size == 2)]
     assert run(load_all, strategies, tmp_path, world_size=size) == [[]] * size

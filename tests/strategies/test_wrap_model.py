@@ -15,15 +15,7 @@ from sharding import whole
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from pardata import (
-    Microbatches,
-    backward,
-    check_in_sync,
-    fingerprint,
-    unwrap,
-    world,
-    wrap_model,
-)
+from pardata import Microbatches, backward, check_in_sync, fingerprint, unwrap, world, wrap_model
 from pardata.strategies._wrap_model import strategy_of
 
 
@@ -86,7 +78,7 @@ def kinds():
     return found
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2])
 def test_each_strategy_returns_a_model_of_its_kind(size):
     expected = {name: (name, name == "ddp", True, (8, 3)) for name in ("ddp", "fsdp", "exact")}
     expected["auto"] = ("ddp" if size > 1 else "none", size > 1, True, (8, 3))
@@ -128,15 +120,17 @@ def test_ranks_seeded_differently_start_from_rank_0(strategy):
 
 
 def trained_by_an_optimizer(made_before):
-    net, early = seeded(smooth), None
+    net, early = seeded(smooth), []
     leftover = list(net.parameters())  # by itself no mistake
     if made_before:
         optimizer = torch.optim.SGD(leftover, lr=0.1)
         optimizer.itself = optimizer  # as with a scheduler: nobody has it, and it is not gone yet
+        wrap_model(seeded(), "fsdp")  # from here on each optimizer is looked at
+        optimizer.step()
     model = wrap_model(net, "fsdp")
     if made_before:
         model(batch()).sum().backward()
-        early = caught(optimizer.step)
+        early = [caught(optimizer.step) for _ in range(2)]
         model.zero_grad()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = fingerprint(model)
@@ -146,15 +140,16 @@ def trained_by_an_optimizer(made_before):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_an_optimizer_made_before_sharding_raises_at_its_first_step(size):
+def test_an_optimizer_made_before_sharding_raises_at_each_step(size):
     for early, is_trained in run(trained_by_an_optimizer, True, world_size=size):
-        assert (early.type, is_trained) == ("RuntimeError", True)
-        assert early.text == (
-            "the optimizer must have the parameters of the wrapped model, but 4 of the 4 in SGD "
-            "are those that wrap_model has replaced, so that its steps would train "
+        first, second = map(str, early)
+        assert (first, is_trained) == (second, True)
+        assert first == (
+            "RuntimeError: the optimizer must have the parameters of the wrapped model, but 4 of "
+            "the 4 in SGD are those that wrap_model has replaced, so that its steps would train "
             "nothing: make the optimizer after wrap_model"
         )
-    assert run(trained_by_an_optimizer, False, world_size=size) == [(None, True)] * size
+    assert run(trained_by_an_optimizer, False, world_size=size) == [([], True)] * size
 
 
 def trained_by_an_optimizer_made_after_an_evaluation(compiled):
@@ -211,7 +206,7 @@ def parts_frozen(strategy, at_first, later, **options):
     return found
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("later", [False, True])
 def test_a_part_unfrozen_or_frozen_after_wrapping_is_refused_under_ddp(later, size):
     for found in run(parts_frozen, "ddp", not later, later, world_size=size):

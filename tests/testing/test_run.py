@@ -14,8 +14,6 @@ import pardata
 from pardata.testing import _run as _running
 from pardata.testing import run
 
-SIZES = [1, 2, 3, 4]
-
 
 def described():
     here = pardata.world()

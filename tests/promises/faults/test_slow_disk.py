@@ -61,7 +61,4 @@ def test_saves_take_as_long_as_the_disk_and_no_rank_gives_up(strategy, asynchron
         assert second > GROUP_WAITS
         assert (first > GROUP_WAITS) != asynchronous
     steps = [f"attempt-0001-step-{step:09d}" for step in (2, 3)]
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
-        *steps,
-        "owner",
-    ]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [*steps, "owner"]

@@ -22,7 +22,7 @@ from pardata.environment._logger import get_logger
 from pardata.environment._world import World, cpus_per_rank
 from pardata.rng._rng_state import numpy_or_none, seed_generators
 from pardata.rng._seeds import mix
-from pardata.store._remote_error import type_and_message
+from pardata.store._rank_errors import type_and_message
 
 _log = get_logger(__name__)
 

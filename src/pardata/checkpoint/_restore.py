@@ -25,8 +25,7 @@ from pardata.environment._logger import get_logger
 from pardata.environment._world import World, store_client
 from pardata.model._unwrap import unwrap
 from pardata.rng._rng_state import set_rng_state
-from pardata.store._rank_format import format_ranks
-from pardata.store._remote_error import is_secondary
+from pardata.store._rank_errors import format_ranks, is_secondary
 from pardata.store._round import exchange
 from pardata.strategies._weights import load_weights
 

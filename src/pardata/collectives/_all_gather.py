@@ -18,7 +18,7 @@ from pardata.collectives._comm_errors import explain_comm_errors
 from pardata.collectives._fingerprint import CheckedCollective, number_of
 from pardata.environment._world import World, cpu_group_and_device, require_world
 from pardata.store._current_op import check_allowed
-from pardata.store._rank_format import format_ranks
+from pardata.store._rank_errors import format_ranks
 
 _T = TypeVar("_T")
 

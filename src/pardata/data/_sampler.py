@@ -24,7 +24,7 @@ from pardata.data._shuffle import Shuffle
 from pardata.environment._world import World, store_client
 from pardata.rng._rng_state import fork_rng
 from pardata.rng._seeds import mix
-from pardata.store._remote_error import type_and_message
+from pardata.store._rank_errors import type_and_message
 from pardata.store._round import exchange, raise_if_different
 
 # Indices of samples. A user's sampler may yield any type.

@@ -16,7 +16,7 @@ from pardata.data._worker_init import start_workers
 from pardata.environment._device import has_streams
 from pardata.environment._world import World, cpus_per_rank
 from pardata.rng._seeds import mix
-from pardata.store._remote_error import RemoteError
+from pardata.store._rank_errors import RemoteError
 
 _LONGEST_SOCKET = 107  # characters of `sun_path` in Linux's unix(7), without the final zero
 

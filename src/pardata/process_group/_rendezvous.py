@@ -22,8 +22,7 @@ from pardata.environment._world import GroupState, World, new_store_client, worl
 from pardata.process_group._shutdown import release_store, shutdown
 from pardata.process_group._tcp_store import missing_ranks_error, open_store
 from pardata.store._client import StoreClient, append, wait_for
-from pardata.store._rank_format import format_rank_table
-from pardata.store._remote_error import summary_line
+from pardata.store._rank_errors import format_rank_table, summary_line
 from pardata.store._round import abort_rounds, exchange, missing_ranks_text, raise_if_different
 
 _T = TypeVar("_T")

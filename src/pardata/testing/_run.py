@@ -19,7 +19,7 @@ import torch.distributed as dist
 from pardata._validation import check_int, to_timedelta
 from pardata.environment._launchers import LAUNCHERS
 from pardata.environment._logger import flush_output
-from pardata.store._remote_error import RemoteError, mark_secondary
+from pardata.store._rank_errors import RemoteError, mark_secondary
 
 T = TypeVar("T")
 Args = TypeVarTuple("Args")

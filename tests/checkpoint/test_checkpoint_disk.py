@@ -17,8 +17,7 @@ from torch import nn
 from pardata import Checkpointer, all_reduce_sum, rank_zero_call, world
 from pardata.checkpoint import _checkpointer
 from pardata.checkpoint._checkpointer import BackgroundTask
-from pardata.checkpoint._directory import CheckpointDirectory
-from pardata.checkpoint._retention import Retention
+from pardata.checkpoint._directory import CheckpointDirectory, Retention
 
 LARGE = 12_000_000  # numbers: more bytes than `limited` leaves room for, also in halves
 

@@ -13,10 +13,9 @@ import torch.distributed as dist
 
 from pardata._validation import check_bool, check_int, local_path, plain_number
 from pardata.checkpoint import _dcp as shards
-from pardata.checkpoint._directory import CheckpointDirectory
+from pardata.checkpoint._directory import CheckpointDirectory, Retention, checkpoint_names
 from pardata.checkpoint._manifest import STATE, Record, save
 from pardata.checkpoint._restore import Restored, Templates, load_latest, sharding_templates
-from pardata.checkpoint._retention import Retention, checkpoint_names
 from pardata.checkpoint._snapshot import Snapshot, check_stateful
 from pardata.collectives._all_gather import gather_to_rank_zero
 from pardata.collectives._barrier import rank_zero_call

@@ -18,8 +18,8 @@ from torch.serialization import safe_globals
 
 from pardata._pytree import KeyPath, is_custom_container, map_with_path
 from pardata.checkpoint import _dcp as shards
+from pardata.checkpoint._directory import newest_first
 from pardata.checkpoint._manifest import STATE, UnusableError, verified
-from pardata.checkpoint._retention import newest_first
 from pardata.collectives._barrier import rank_zero_call
 from pardata.environment._logger import get_logger
 from pardata.environment._world import World, store_client

@@ -14,7 +14,7 @@ from pardata._validation import check_map_style
 from pardata.cache._build import CacheManifest, build_if_missing, manifest_of
 from pardata.cache._source import class_name, from_tensors, is_numbers, num_decoders
 from pardata.collectives._barrier import rank_zero_first
-from pardata.data._batch_utils import Ragged
+from pardata.data._batch import Ragged
 from pardata.data._batched_read import BatchReadable
 from pardata.environment._world import require_world, store_client
 from pardata.rng._rng_state import fork_rng

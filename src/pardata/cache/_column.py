@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from pardata.data._batch_utils import Ragged
+from pardata.data._batch import Ragged
 from pardata.data._batched_read import take_rows
 
 Shapes: TypeAlias = Sequence[Sequence[int]]  # a part's shape in each of several samples

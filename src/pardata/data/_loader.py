@@ -8,12 +8,11 @@ from typing import Any, NoReturn, TypeAlias
 from torch.utils.data import Dataset
 
 from pardata._validation import check_int
-from pardata.data._batch_utils import empty_batch
+from pardata.data._batch import ReadRecord, delivered, empty_batch
 from pardata.data._device_prefetch import DeviceTransfer
 from pardata.data._loader_state import EpochCursor, StateSchema
 from pardata.data._microbatches import Microbatches
 from pardata.data._plan import FetchedStep, Plan, StepInfo
-from pardata.data._sample_count import ReadRecord, delivered
 from pardata.data._sampler import GlobalBatchSampler, length_of
 from pardata.data._step_source import StepSource
 from pardata.data._wait_timer import WaitTimer

@@ -9,8 +9,8 @@ from torch.amp import GradScaler
 
 from pardata._validation import type_with_article
 from pardata.collectives._comm_errors import explain_comm_errors
+from pardata.data._batch import is_empty
 from pardata.data._microbatches import Microbatches
-from pardata.data._sample_count import is_empty
 from pardata.environment._logger import get_logger
 from pardata.environment._world import is_single_process, require_world, world
 from pardata.model._grad_stash import BufferSnapshot, StashedGradients

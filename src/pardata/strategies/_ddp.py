@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pardata.data._batch_utils import iter_tensors
-from pardata.data._sample_count import uneven_shares
+from pardata.data._batch import iter_tensors, uneven_shares
 from pardata.model._buffers import broadcast_coalesced
 from pardata.model._grad_stash import StashedGradients
 from pardata.model._torch_internals import (

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pardata._pytree import leaves_with_path
 from pardata._validation import check_int
-from pardata.data._sample_count import uneven_shares
+from pardata.data._batch import uneven_shares
 from pardata.environment._device import checked_device
 from pardata.environment._logger import get_logger
 from pardata.model._buffers import average_buffers, broadcast_coalesced, real_buffers

@@ -21,9 +21,8 @@ from pardata.collectives._fingerprint import (
     fingerprint_slots,
     fingerprints_match,
 )
-from pardata.data._batch_utils import iter_tensors
+from pardata.data._batch import delivered, iter_tensors, num_samples
 from pardata.data._microbatches import Microbatches
-from pardata.data._sample_count import delivered, num_samples
 from pardata.environment._device import widest_float_dtype
 from pardata.environment._logger import get_logger
 from pardata.environment._world import cpu_group_and_device, world

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from pardata._pytree import KeyPath, keystr, leaves_with_path, map_with_path
 from pardata.collectives._all_reduce import cast_like, shape_text, unflatten_like
 from pardata.collectives._fingerprint import Leaf, fingerprint_slots, fingerprints_match, number_of
-from pardata.data._batch_utils import iter_tensors
-from pardata.data._sample_count import num_samples
+from pardata.data._batch import iter_tensors, num_samples
 from pardata.environment._device import widest_float_dtype, without_wait
 from pardata.environment._world import store_client, world
 from pardata.store._round import exchange, raise_if_different

@@ -13,7 +13,7 @@ from pardata.data._batch import is_empty
 from pardata.data._microbatches import Microbatches
 from pardata.environment._logger import get_logger
 from pardata.environment._world import is_single_process, require_world, world
-from pardata.model._grad_stash import BufferSnapshot, StashedGradients
+from pardata.model._grads_and_buffers import BufferSnapshot, StashedGradients
 from pardata.model._torch_internals import parameters_of, sync_batch_norms
 from pardata.model._unwrap import is_parallel
 from pardata.rng._rng_state import fork_rng, fork_torch_rng

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pardata.data._batch import iter_tensors, uneven_shares
-from pardata.model._buffers import broadcast_coalesced
-from pardata.model._grad_stash import StashedGradients
+from pardata.model._grads_and_buffers import StashedGradients, broadcast_coalesced
 from pardata.model._torch_internals import (
     after_backward,
     at_end_of_backward,

@@ -22,9 +22,13 @@ from pardata._validation import check_int
 from pardata.data._batch import uneven_shares
 from pardata.environment._device import checked_device
 from pardata.environment._logger import get_logger
-from pardata.model._buffers import average_buffers, broadcast_coalesced, real_buffers
 from pardata.model._fsdp_utils import materialize, reset_after_error, reset_iter_state, reshard_hook
-from pardata.model._grad_stash import StashedGradients
+from pardata.model._grads_and_buffers import (
+    StashedGradients,
+    average_buffers,
+    broadcast_coalesced,
+    real_buffers,
+)
 from pardata.model._state_dict import load_sharded
 from pardata.model._torch_internals import parameters_of, uncompiled
 from pardata.model._unwrap import ShardedModule, unwrap

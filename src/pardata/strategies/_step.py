@@ -15,7 +15,7 @@ from pardata.data._microbatches import Microbatches
 from pardata.environment._device import sequence_number
 from pardata.environment._world import is_single_process, world
 from pardata.model._fsdp_utils import unsharded_parameters
-from pardata.model._grad_stash import BufferSnapshot, StashedGradients
+from pardata.model._grads_and_buffers import BufferSnapshot, StashedGradients
 from pardata.model._torch_internals import parameters_of, uncompiled
 from pardata.model._unwrap import wrapper_chain
 from pardata.rng._seeds import mix, run_seed

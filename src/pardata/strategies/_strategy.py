@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pardata.environment._world import World
-from pardata.model._buffers import broadcast_coalesced
+from pardata.model._grads_and_buffers import broadcast_coalesced
 from pardata.model._state_dict import load_full
 from pardata.model._unwrap import Wrapper, unwrap, wrapper_chain
 from pardata.store._round import Facts

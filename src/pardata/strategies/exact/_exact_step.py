@@ -11,7 +11,7 @@ from torch import Tensor
 from pardata.collectives._fingerprint import CheckedCollective, WaitMinMax
 from pardata.data._microbatches import Microbatches
 from pardata.environment._world import cpu_group_and_device, world
-from pardata.model._grad_stash import StashedGradients
+from pardata.model._grads_and_buffers import StashedGradients
 from pardata.model._torch_internals import parameters_of
 from pardata.rng._rng_state import ForkedRng, default_generators, seed_generators
 from pardata.rng._seeds import mix, run_seed

@@ -29,7 +29,7 @@ FILES = {
 }
 TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 LONGEST_FILE, LONGEST_FUNCTION = 300, 40
-MOST_LINES = 8_956  # of all of the source: 7,800 is the aim, and this number may only fall
+MOST_LINES = 8_951  # of all of the source: 7,800 is the aim, and this number may only fall
 
 
 def imported(name):

@@ -20,8 +20,7 @@ from torch import Tensor
 from pardata.collectives._all_reduce import all_reduce_sum
 from pardata.environment import _device
 from pardata.environment._launchers import LaunchInfo, select_launcher
-from pardata.environment._version import __version__
-from pardata.environment._world import World, cpus_per_rank, store_client
+from pardata.environment._world import World, __version__, cpus_per_rank, store_client
 from pardata.process_group._init import init
 from pardata.store._round import exchange
 from pardata.testing._run import run

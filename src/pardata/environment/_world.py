@@ -21,6 +21,9 @@ from pardata.environment._launchers import detect_launch, read_ints
 from pardata.environment._logger import get_logger
 from pardata.store._client import StoreClient
 
+# The version of the distribution, which checkpoints record.
+__version__ = "0.1.0"
+
 # Called at the end of ``with init()``, with its exception.
 _AtTheEnd = Callable[[BaseException | None], None]
 _CPU = torch.device("cpu")

@@ -21,14 +21,7 @@ from pardata.model import LoadedKeys, unwrap
 from pardata.output import MetricWriter, Progress, progress
 from pardata.process_group import init
 from pardata.rng import seed_everything
-from pardata.strategies import (
-    Mean,
-    backward,
-    check_in_sync,
-    fingerprint,
-    load_weights,
-    wrap_model,
-)
+from pardata.strategies import Mean, backward, check_in_sync, fingerprint, load_weights, wrap_model
 
 __all__ = [
     "CachedDataset",

@@ -23,6 +23,7 @@ from pardata.checkpoint._manifest import STATE, UnusableError, verified
 from pardata.collectives._barrier import rank_zero_call
 from pardata.environment._logger import get_logger
 from pardata.environment._world import World, store_client
+from pardata.model._state_dict import shard_like
 from pardata.model._unwrap import unwrap
 from pardata.rng._rng_state import set_rng_state
 from pardata.store._rank_errors import format_ranks, is_secondary
@@ -142,7 +143,7 @@ class LoadedCheckpoint(NamedTuple):
         def place(at: KeyPath, leaf: Any) -> Any:
             if at[0] in modules and str(at[1]).endswith("_extra_state"):
                 return deepcopy(leaf)
-            return tensors[at] if at in tensors else shards.shard_like(leaf, templates.get(at[:-1]))
+            return tensors[at] if at in tensors else shard_like(leaf, templates.get(at[:-1]))
 
         # One `deepcopy`, so that tensors that share memory still do. `load_state_dict` copies the
         # weights of a module, but not its extra state.

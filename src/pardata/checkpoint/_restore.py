@@ -250,8 +250,7 @@ def sharding_templates(things: Mapping[str, object]) -> Templates:
     templates: Templates = {}
     for name, thing in things.items():
         if isinstance(thing, nn.Module):
-            state = unwrap(thing).state_dict().items()
-            templates |= {(name, key): value for key, value in state}
+            templates |= {(name, key): value for key, value in unwrap(thing).state_dict().items()}
         if isinstance(thing, torch.optim.Optimizer):
             # In the order in which state_dict() numbers them.
             parameters = (one for group in thing.param_groups for one in group["params"])

@@ -31,7 +31,6 @@ _HEADER = 64
 _HASHES = 3
 _FIRST = 2 * _HASHES
 PAYLOAD_SLOTS = _HEADER - _FIRST
-_MAX = dist.ReduceOp.MAX
 
 # A dense tensor or a real number (a bool and a NumPy scalar are numbers).
 Leaf: TypeAlias = Tensor | float
@@ -123,7 +122,7 @@ class CheckedCollective:
         signed = [*self._fingerprint()[:_HASHES], *numbers]
         # min(x) = -max(-x), so one MAX all-reduce returns both.
         both = [sign * number for number in signed for sign in (1, -1)]
-        wait = self._reduced(both, _MAX, later=True)
+        wait = self._reduced(both, dist.ReduceOp.MAX, later=True)
 
         def least_and_most() -> list[tuple[int, int]]:
             with explain_comm_errors(self._call):

@@ -138,8 +138,7 @@ class StepSource:
             return read()
         # DataLoader draws the base seed of its workers from this generator, not from the default
         # one.
-        seed = self.reader.collation.seed
-        self.workers.generator.manual_seed(mix(seed, epoch, self._ranks.rank))
+        self.workers.generator.manual_seed(mix(self.reader.collation.seed, epoch, self._ranks.rank))
         with cpu_default_device():  # DataLoader draws its base seed on the default device
             return map(_or_raise, start_workers(self.workers, self._options.get("worker_init_fn")))
 

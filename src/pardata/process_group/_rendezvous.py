@@ -96,8 +96,7 @@ def create_on_all_ranks(client: StoreClient, create: Callable[[], _T]) -> _T:
     failed one until the timeout.
     """
     created: list[_T] = []
-    patience = client.timeout + _MARGIN
-    exchange(client, "init", lambda: created.append(create()), timeout=patience)
+    exchange(client, "init", lambda: created.append(create()), timeout=client.timeout + _MARGIN)
     return created[0]
 
 

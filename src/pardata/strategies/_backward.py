@@ -199,8 +199,7 @@ def _single(model: nn.Module, loss_fn: LossFn, batch: Any, scaler: GradScaler | 
     first, microbatch = (batch.first, batch[0]) if isinstance(batch, Microbatches) else (0, batch)
     if is_empty(microbatch):
         positive(0)
-    aside = StashedGradients(parameters_of(model))
-    with aside, fork_torch_rng(microbatch_seed(batch, first)):
+    with StashedGradients(parameters_of(model)), fork_torch_rng(microbatch_seed(batch, first)):
         with forbidden_in(batch):
             returned = loss_fn(model, microbatch)
         if not isinstance(returned, Tensor):

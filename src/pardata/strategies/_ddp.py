@@ -61,8 +61,7 @@ class TransparentDDP(TransparentWrapper, DistributedDataParallel):
             output = super().forward(*inputs, **kwargs)
         finally:
             self.__dict__["_forward_runs"] = False
-        trains = torch.is_grad_enabled() and self.require_backward_grad_sync
-        if trains and is_bare:
+        if is_bare and torch.is_grad_enabled() and self.require_backward_grad_sync:
             self.__dict__["_expects_backward"] = True
             if self._inside.training:
                 uneven_shares.warn()

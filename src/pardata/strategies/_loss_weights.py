@@ -288,8 +288,7 @@ class LossWeights(NamedTuple):
             return cls([Microbatch(batch, samples, 0)], 1, totals)
         counted = StepCounts(count or num_samples, [batch], [None])
         totals = counted.start(replicas, range(1), 1)
-        one = Microbatch(batch, counted.rows[0][""], 0, counted.rows[0])
-        return cls([one], 1, totals)
+        return cls([Microbatch(batch, counted.rows[0][""], 0, counted.rows[0])], 1, totals)
 
 
 def _constant(total: float) -> Callable[[], Counts]:

@@ -224,8 +224,7 @@ def _facts_of(model: nn.Module, strategy: str, settings: WrapOptions) -> dict[st
     plain = {key: value for key, value in options.items() if isinstance(value, _PLAIN)}
     plain.pop("output_device", None)  # it differs between ranks
     facts: dict[str, object] = {"the strategy": strategy, "the options": plain}
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    for number, (name, tensor) in enumerate(tensors):
+    for number, (name, tensor) in enumerate([*model.named_parameters(), *model.named_buffers()]):
         trained = ", trained" if tensor.requires_grad else ""
         facts[name] = f"{number}: {tuple(tensor.shape)} {tensor.dtype}{trained}"
     return facts

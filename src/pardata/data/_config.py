@@ -12,8 +12,7 @@ from pardata.data._batch import uneven_shares
 from pardata.data._held_objects import listed_samples, open_files
 from pardata.data._plan import Plan, local_range
 from pardata.data._sampler import length_of
-from pardata.data._step_source import DataLoaderOptions, worker_options
-from pardata.data._worker_init import start_method
+from pardata.data._step_source import DataLoaderOptions, start_method, worker_options
 from pardata.environment._device import checked_device
 from pardata.environment._logger import get_logger
 from pardata.environment._world import (

@@ -24,7 +24,7 @@ from pardata.environment._device import new_gloo_group
 from pardata.environment._logger import flush_output, get_logger
 from pardata.environment._world import World, require_world, store_client
 from pardata.rng._rng_state import get_rng_state
-from pardata.store._round import exchange, raise_if_different, require_equal
+from pardata.store._round import compare_facts, exchange, raise_if_different, require_equal
 
 _log = get_logger(__name__)
 
@@ -182,8 +182,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             templates.update(sharding_templates(objects))
             return {**self._options, "at": at, "objects": list(objects)}
 
-        differ = partial(raise_if_different, "Checkpointer.restore", cure=_CURE)
-        exchange(store_client(), "Checkpointer.restore", describe, differ)
+        compare_facts(store_client(), "Checkpointer.restore", describe, _CURE)
         if (found := load_latest(world, self._directory, at)) is not None:
             return found.apply(world, objects, templates)
         _log.info("there is no checkpoint in %s: the run starts from step 0", self._directory)

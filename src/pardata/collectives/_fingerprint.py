@@ -22,7 +22,7 @@ from pardata.collectives._comm_errors import explain_comm_errors
 from pardata.environment._device import has_accelerator_backend, widest_float_dtype
 from pardata.environment._world import cpu_group_and_device, require_world, store_client
 from pardata.store._current_op import check_allowed
-from pardata.store._round import exchange, raise_if_different
+from pardata.store._round import compare_facts
 
 _T = TypeVar("_T")
 
@@ -164,8 +164,7 @@ class CheckedCollective:
     def _raise_mismatch(self) -> None:
         """Raise on every rank, with a table of the calls or structures of the ranks."""
         cure = "Make the same call with the same structure on every rank."
-        differ = functools.partial(raise_if_different, self._call, cure=cure)
-        exchange(store_client(), self._call, lambda: {"structure": self._facts()}, differ)
+        compare_facts(store_client(), self._call, lambda: {"structure": self._facts()}, cure)
 
     def group(self, tensor: Tensor) -> Any:
         """Return the process group that reduces `tensor`."""

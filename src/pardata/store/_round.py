@@ -112,6 +112,14 @@ def require_equal(
         exchange(client, f"{call} (in detail)", lambda: facts, differ)
 
 
+def compare_facts(client: StoreClient, call: str, facts_of: Callable[[], Facts], cure: str) -> None:
+    """Raise on every rank, with a table and `cure`, if `facts_of` returns different facts.
+
+    Collective.
+    """
+    exchange(client, call, facts_of, lambda rows: raise_if_different(call, rows, cure))
+
+
 def raise_if_different(call: str, rows: list[dict[str, object]], cure: str) -> None:
     """Raise a `RuntimeError` with a table of the differing facts, if ranks differ."""
     columns = dict.fromkeys(name for facts in rows for name in facts)

@@ -38,9 +38,6 @@ Leaf: TypeAlias = Tensor | float
 # Waits for the minimum and maximum over all ranks of each number of a collective.
 WaitMinMax: TypeAlias = Callable[[], list[tuple[int, int]]]
 
-# Values to reduce: a list of numbers, which takes less time, or a vector if there are tensors.
-Values: TypeAlias = list[float] | Tensor
-
 
 class CheckedCollective:
     """The leaves of this rank's value, and an all-reduce that first compares their structure.

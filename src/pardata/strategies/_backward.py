@@ -20,14 +20,7 @@ from pardata.rng._rng_state import fork_rng, fork_torch_rng
 from pardata.store._current_op import current_op
 from pardata.strategies._forward import check_forward, scalar_loss, sum_terms, upcast, zero_backward
 from pardata.strategies._loss_weights import Count, LossWeights, Microbatch, positive
-from pardata.strategies._step import (
-    SEEN,
-    Step,
-    forbidden_in,
-    mark_drawn,
-    metric_structures,
-    microbatch_seed,
-)
+from pardata.strategies._step import SEEN, Step, forbidden_in, metric_structures, microbatch_seed
 from pardata.strategies._step_metrics import StepMetrics
 from pardata.strategies._wrap_model import find_strategy
 
@@ -169,7 +162,7 @@ def backward(
     if type(step) is Step and step.size == 1:
         _checked_models.add(model)
     means = step.metrics.result()
-    mark_drawn(batch)
+    _mark_drawn(batch)
     return means
 
 
@@ -210,8 +203,14 @@ def _single(model: nn.Module, loss_fn: LossFn, batch: Any, scaler: GradScaler | 
             metrics, loss = None, scalar_loss(returned)
         (loss if scaler is None else scaler.scale(loss)).backward()
     means = upcast(loss.detach()) if metrics is None else metrics.result()
-    mark_drawn(batch)
+    _mark_drawn(batch)
     return means
+
+
+def _mark_drawn(batch: Any) -> None:
+    """Count a successful call of `backward` with these microbatches: the next has other seeds."""
+    if isinstance(batch, Microbatches):
+        batch.runs += 1
 
 
 def _step_of(model: nn.Module, batch: Any, scaler: GradScaler | None) -> Step:

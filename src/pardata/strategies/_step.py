@@ -259,12 +259,6 @@ def microbatch_seed(batch: Any, number: int = 0) -> int:
     return _mixed(seed, rank) + run_seed.calls
 
 
-def mark_drawn(batch: Any) -> None:
-    """Count a successful call of `backward` with these microbatches: the next has other seeds."""
-    if isinstance(batch, Microbatches):
-        batch.runs += 1
-
-
 @lru_cache(maxsize=16)
 def _mixed(*numbers: int) -> int:
     """Cached `mix`, because its arguments repeat, and it takes microseconds of a step."""

@@ -26,14 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from pardata._pytree import bytes_of, content_hash
 from pardata._validation import local_path
-from pardata.cache._source import (
-    CHUNK,
-    Fields,
-    check_structure,
-    default_directory,
-    read_sample,
-    source_signature,
-)
+from pardata.cache._source import CHUNK, Fields, check_structure, read_sample, source_signature
 from pardata.data._batch import Ragged
 from pardata.data._batched_read import cpu_default_device, take_rows
 from pardata.environment._logger import get_logger
@@ -174,9 +167,16 @@ def manifest_of(dataset: Any, directory: Any) -> tuple[CacheManifest, Any]:
     first, parts = read_sample(dataset, 0)
     fields = {path: torch.empty_like(part, device="meta") for path, part in parts.items()}
     kinds = [[path, str(field.dtype), field.ndim] for path, field in sorted(fields.items())]
-    place = default_directory(dataset, source) if directory is None else directory
+    place = _default_directory(dataset, source) if directory is None else directory
     folder = local_path("directory", place) / (_FILES + content_hash([source, kinds]))
     return CacheManifest(folder, fields, source), first
+
+
+def _default_directory(dataset: Any, source: dict[str, Any]) -> Path:
+    """Return the default directory of the cache of this source."""
+    root = os.environ.get("PARDATA_CACHE")
+    below = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "pardata")
+    return below.expanduser() / f"{type(dataset).__name__}-{content_hash(source)}"
 
 
 def build_if_missing(dataset: Any, files: CacheManifest, workers: int) -> None:

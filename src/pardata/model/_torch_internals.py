@@ -53,26 +53,6 @@ def set_versions(state: Any, versions: Mapping[str, Any]) -> None:
     state._metadata = versions
 
 
-def after_backward(
-    outputs: Iterable[Tensor], action: Callable[[], None], *, otherwise: bool = True
-) -> None:
-    """Run `action` at the end of the first backward through any of `outputs`.
-
-    If no output requires a gradient, run it at once, or never without `otherwise`.
-    """
-    waiting = [action]
-
-    def begin(_gradient: Tensor) -> None:
-        if waiting:
-            at_end_of_backward(waiting.pop())
-
-    ends = [tensor for tensor in outputs if tensor.requires_grad]
-    for tensor in ends:
-        tensor.register_hook(begin)
-    if not ends and otherwise:
-        action()
-
-
 def at_end_of_backward(action: Callable[[], None]) -> None:
     """Run `action` at the end of the current backward, after callbacks queued earlier."""
     torch.autograd.Variable._execution_engine.queue_callback(action)  # as DDP does

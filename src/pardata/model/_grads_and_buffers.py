@@ -1,14 +1,13 @@
-"""The gradients and buffers that a step changes: moved aside, restored, broadcast, averaged.
+"""The gradients and buffers that a step changes: moved aside, restored, broadcast.
 
 Does not copy gradients unless new ones would use their memory.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from pardata.environment._device import broadcast_together
@@ -26,24 +25,6 @@ def broadcast_coalesced(tensors: Iterable[Tensor], group: Any = None) -> None:
     for tensor, contiguous in held:
         if not tensor.is_contiguous():
             tensor.copy_(contiguous)
-
-
-def average_buffers(buffers: Collection[Tensor], count: float, total: float | Tensor) -> None:
-    """Set buffers to their mean, weighted by each rank's `count`, and integer buffers to rank 0's.
-
-    Collective: one all-reduce and one broadcast.
-    """
-    floating = [buffer for buffer in buffers if buffer.is_floating_point()]
-    broadcast_coalesced(buffer for buffer in buffers if not buffer.is_floating_point())
-    if not floating:
-        return
-    # 0 times NaN is NaN, so a rank that counts 0 contributes zeros.
-    flat = torch.cat([buffer.double().reshape(-1) for buffer in floating])
-    flat = flat * count if count else torch.zeros_like(flat)
-    dist.all_reduce(flat)
-    flat /= total
-    for buffer, mean in zip(floating, flat.split([b.numel() for b in floating]), strict=True):
-        buffer.copy_(mean.view(buffer.shape))
 
 
 def real_buffers(module: nn.Module) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ Does not shard blocks by default, and does not average buffers outside of `backw
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from functools import cache
@@ -23,12 +23,7 @@ from pardata.data._batch import uneven_shares
 from pardata.environment._device import checked_device
 from pardata.environment._logger import get_logger
 from pardata.model._fsdp_utils import materialize, reset_after_error, reset_iter_state, reshard_hook
-from pardata.model._grads_and_buffers import (
-    StashedGradients,
-    average_buffers,
-    broadcast_coalesced,
-    real_buffers,
-)
+from pardata.model._grads_and_buffers import StashedGradients, broadcast_coalesced, real_buffers
 from pardata.model._state_dict import load_sharded
 from pardata.model._torch_internals import parameters_of, uncompiled
 from pardata.model._unwrap import ShardedModule, unwrap
@@ -92,6 +87,24 @@ class FsdpStep(DistributedStep):
             yield
         finally:
             self.layer.set_requires_all_reduce(True)
+
+
+def average_buffers(buffers: Collection[Tensor], count: float, total: float | Tensor) -> None:
+    """Set buffers to their mean, weighted by each rank's `count`, and integer buffers to rank 0's.
+
+    Collective: one all-reduce and one broadcast.
+    """
+    floating = [buffer for buffer in buffers if buffer.is_floating_point()]
+    broadcast_coalesced(buffer for buffer in buffers if not buffer.is_floating_point())
+    if not floating:
+        return
+    # 0 times NaN is NaN, so a rank that counts 0 contributes zeros.
+    flat = torch.cat([buffer.double().reshape(-1) for buffer in floating])
+    flat = flat * count if count else torch.zeros_like(flat)
+    dist.all_reduce(flat)
+    flat /= total
+    for buffer, mean in zip(floating, flat.split([b.numel() for b in floating]), strict=True):
+        buffer.copy_(mean.view(buffer.shape))
 
 
 class FsdpStrategy(Strategy):

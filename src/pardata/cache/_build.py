@@ -16,7 +16,6 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
-from secrets import token_hex
 from socket import gethostname
 from typing import Any, NamedTuple, TypeAlias
 
@@ -194,7 +193,7 @@ def build_if_missing(dataset: Any, files: CacheManifest, workers: int) -> None:
             shutil.rmtree(stale, ignore_errors=True)
         # A folder of this process: without locks another process may build in this directory at the
         # same time.
-        unfinished = directory / f"{prefix}{token_hex(4)}"
+        unfinished = directory / f"{prefix}{os.urandom(4).hex()}"
         try:
             unfinished.mkdir()
             _publish(unfinished, files, _write(dataset, files, unfinished, workers))

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing import resource_tracker, util
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import Any, TypedDict
 
@@ -39,7 +38,7 @@ class DataLoaderOptions(TypedDict, total=False):
     pin_memory: bool | None
     timeout: float
     worker_init_fn: Callable[[int], None] | None
-    multiprocessing_context: BaseContext | str | None
+    multiprocessing_context: multiprocessing.context.BaseContext | str | None
     prefetch_factor: int | None
     persistent_workers: bool | None
 

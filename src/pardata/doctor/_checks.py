@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from pardata.collectives._all_reduce import all_reduce_sum
 from pardata.environment import _device
@@ -146,7 +145,7 @@ def _smoke_test(world: World) -> list[Finding]:
     return [*found, Finding("latency", latency), Finding("bandwidth", bandwidth)]
 
 
-def _median_seconds(tensor: Tensor, times: int) -> float:
+def _median_seconds(tensor: torch.Tensor, times: int) -> float:
     """Return the median seconds of an all-reduce of `tensor`, after a first one, which connects."""
 
     def reduce() -> None:

@@ -9,11 +9,10 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 # ruff: noqa: SLF001  # see above; `queue_callback` can go when pytorch/pytorch#66199 is done
 
-BatchNorm: TypeAlias = _BatchNorm  # the base class of all batch norms
+BatchNorm: TypeAlias = nn.modules.batchnorm._BatchNorm  # the base class of all batch norms
 # As torch.compiler.disable, which imports all of dynamo: can go with pytorch/pytorch#104317.
 uncompiled = torch._disable_dynamo
 

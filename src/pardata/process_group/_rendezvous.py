@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from pardata.environment import _device
 from pardata.environment._launchers import LaunchInfo
@@ -43,7 +42,7 @@ def form_group(
     So every rank raises it, and none waits. If the group would mix small numbers with gradients,
     `form_group` creates a gloo group for the numbers.
     """
-    patience, hosts_store = timeout or distributed_c10d.default_pg_timeout, False
+    patience, hosts_store = timeout or dist.distributed_c10d.default_pg_timeout, False
     if launch is None:
         client = with_fresh_prefix(new_store_client(patience))
     else:

@@ -14,7 +14,6 @@ from weakref import WeakSet, ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pardata._pytree import leaves_with_path
@@ -247,7 +246,7 @@ def _broadcast_buffers(module: nn.Module, _args: object, _output: object) -> Non
 
 
 _MARK = "_pardata_replaced"  # an attribute of replaced parameters
-_checked = WeakSet[Optimizer]()
+_checked = WeakSet[torch.optim.Optimizer]()
 
 
 def refuse_old_optimizers(replaced: Iterable[nn.Parameter]) -> None:
@@ -258,7 +257,7 @@ def refuse_old_optimizers(replaced: Iterable[nn.Parameter]) -> None:
     _watch()
 
 
-def _look(one: Optimizer, *_: object) -> None:
+def _look(one: torch.optim.Optimizer, *_: object) -> None:
     if one in _checked:
         return
     parameters = [parameter for group in one.param_groups for parameter in group["params"]]

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, TypeVar, TypeVarTuple, Unpack
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.testing import assert_close
 
 from pardata._validation import check_int, to_timedelta
 from pardata.environment._launchers import LAUNCHERS
@@ -145,7 +144,7 @@ def assert_same_at_every_world_size(
     for rank, steps in others:
         for step, both in enumerate(zip_longest(steps, reference, fillvalue=nothing), start=1):
             try:
-                assert_close(*both, rtol=rtol, atol=atol, equal_nan=True)
+                torch.testing.assert_close(*both, rtol=rtol, atol=atol, equal_nan=True)
             except AssertionError as error:
                 raise AssertionError(
                     f"training must be the same at every world size, but {rank} differs from "

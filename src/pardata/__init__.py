@@ -16,19 +16,12 @@ from pardata.collectives import (
 )
 from pardata.data import Loader, Microbatches, make_loader
 from pardata.environment import RankLogger, World, get_logger, world
-from pardata.environment._version import __version__ as __version__
+from pardata.environment._world import __version__ as __version__
 from pardata.model import LoadedKeys, unwrap
 from pardata.output import MetricWriter, Progress, progress
 from pardata.process_group import init
 from pardata.rng import seed_everything
-from pardata.strategies import (
-    Mean,
-    backward,
-    check_in_sync,
-    fingerprint,
-    load_weights,
-    wrap_model,
-)
+from pardata.strategies import Mean, backward, check_in_sync, fingerprint, load_weights, wrap_model
 
 __all__ = [
     "CachedDataset",

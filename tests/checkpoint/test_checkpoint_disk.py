@@ -16,9 +16,8 @@ from torch import nn
 
 from pardata import Checkpointer, all_reduce_sum, rank_zero_call, world
 from pardata.checkpoint import _checkpointer
-from pardata.checkpoint._background_task import BackgroundTask
-from pardata.checkpoint._directory import CheckpointDirectory
-from pardata.checkpoint._retention import Retention
+from pardata.checkpoint._checkpointer import BackgroundTask
+from pardata.checkpoint._directory import CheckpointDirectory, Retention
 
 LARGE = 1_200_000  # numbers: more bytes than `limited` leaves room for, also in halves
 
@@ -159,7 +158,7 @@ def waits():
     Rank 0 waits for its thread then, and another rank for the store's answer.
     """
     if world().is_main:
-        return "_background_task.join" in calls_of(threading.main_thread())
+        return "_checkpointer.join" in calls_of(threading.main_thread())
     return any({"_round.listen", "_client.wait_for"} <= calls_of(t) for t in threading.enumerate())
 
 

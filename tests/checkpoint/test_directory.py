@@ -14,9 +14,13 @@ from hypothesis import strategies as st
 
 from pardata import Checkpointer
 from pardata.checkpoint import _directory as folders
-from pardata.checkpoint._directory import CheckpointDirectory
+from pardata.checkpoint._directory import (
+    CheckpointDirectory,
+    CheckpointName,
+    Retention,
+    checkpoint_names,
+)
 from pardata.checkpoint._manifest import save
-from pardata.checkpoint._retention import CheckpointName, Retention, checkpoint_names
 
 
 class Writer(CheckpointDirectory):

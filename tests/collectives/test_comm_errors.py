@@ -20,7 +20,7 @@ import pardata
 from pardata import all_reduce_mean, all_reduce_sum, backward, make_loader, wrap_model
 from pardata.collectives._comm_errors import explain_comm_errors
 from pardata.environment._world import group_state, store_client
-from pardata.store._remote_error import is_secondary
+from pardata.store._rank_errors import is_secondary
 
 LONG = timedelta(seconds=30)
 LOST = "[x/gloo/transport/tcp/pair.cc:5] Connection closed by peer [::1]:5. This is typically so"

@@ -104,7 +104,7 @@ EVEN = {
 def _warnings_of_training(strategy, arguments):
     """What is logged in steps of `backward`, in evaluations, and then in steps without it."""
     model, rows = wrap_model(torch.nn.Linear(1, 1), strategy), torch.ones(3, 1)
-    with log_of("pardata.data._sample_count") as log:
+    with log_of("pardata.data._batch") as log:
         for batch_size, options in arguments:
             loader = make_loader(torch.ones(24, 1), batch_size, num_workers=0, **options)
             for batch in loader:

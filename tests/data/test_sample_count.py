@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
 from pardata import Microbatches, backward, make_loader, unwrap, wrap_model
-from pardata.data._sample_count import ReadRecord, delivered, num_samples
+from pardata.data._batch import ReadRecord, delivered, num_samples
 
 
 class Pair(NamedTuple):

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import TensorDataset
 
 from pardata import Checkpointer, backward, fingerprint, make_loader, world, wrap_model
+from pardata.checkpoint._directory import checkpoint_names
 from pardata.checkpoint._manifest import _digest, record_of, verified
-from pardata.checkpoint._retention import checkpoint_names
 
 STRATEGIES = ("none", "dp", "ddp", "fsdp", "exact")
 

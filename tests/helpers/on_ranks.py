@@ -32,11 +32,11 @@ import torch
 import torch.distributed as dist
 
 from pardata import barrier, rank_zero_first, testing, world
-from pardata.data._sample_count import uneven_shares
+from pardata.data._batch import uneven_shares
 from pardata.environment._logger import logged_once
 from pardata.environment._world import group_state, process
 from pardata.rng._seeds import loaders, run_seed
-from pardata.store._remote_error import RemoteError
+from pardata.store._rank_errors import RemoteError
 from pardata.testing import _run
 
 _LIFE = 10**6  # seconds that ranks may live

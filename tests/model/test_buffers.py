@@ -13,8 +13,8 @@ from on_ranks import run
 from torch import nn
 
 from pardata import backward, unwrap, wrap_model
-from pardata.model._buffers import average_buffers, real_buffers
-from pardata.model._grad_stash import BufferSnapshot
+from pardata.model._grads_and_buffers import BufferSnapshot, real_buffers
+from pardata.strategies._fsdp import average_buffers
 
 
 class Many(nn.Module):

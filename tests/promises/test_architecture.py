@@ -29,7 +29,10 @@ FILES = {
 }
 TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 LONGEST_FILE, LONGEST_FUNCTION = 300, 40
-MOST_LINES = 9_000  # of all of the source: 7,800 is the aim, and this number may only fall
+MOST_FILES, FEWEST_LINES = 94, 20
+# Imported by multiprocessing's fork server, in which it changes the signals of all children.
+SMALL = {"pardata.data._fork_server"}
+MOST_LINES = 8_869  # of all of the source: 7,800 is the aim, and this number may only fall
 
 
 def imported(name):
@@ -114,7 +117,7 @@ def test_a_door_is_one_sentence_its_public_names_and_nothing_else(name):
 def test_the_face_takes_its_names_from_the_doors():
     taken = [node for node in TREES[FACE].body if isinstance(node, ast.ImportFrom)]
     inits = {f"pardata.{name}" for name in ORDER}
-    assert {node.module for node in taken} <= inits | {"pardata.environment._version"}
+    assert {node.module for node in taken} <= inits | {"pardata.environment._world"}
 
 
 def test_files_in_a_package_are_private():
@@ -232,3 +235,9 @@ def test_files_and_functions_are_short(name):
 
 def test_the_source_does_not_grow():
     assert sum(len(code_lines(path)) for path in FILES.values()) <= MOST_LINES
+
+
+def test_there_are_few_files_and_none_is_tiny():
+    assert len(FILES) <= MOST_FILES
+    lines = {n: len(code_lines(path)) for n, path in FILES.items() if path.name != "__init__.py"}
+    assert {name for name, count in lines.items() if count < FEWEST_LINES} == SMALL

@@ -31,7 +31,7 @@ def train(strategy, dtype=torch.float32):
 @pytest.fixture(autouse=True)
 def _ranks_that_live_on(monkeypatch):
     """Compare what the ranks of all tests do: new ones for each would take most of the time."""
-    monkeypatch.setattr("pardata.testing._every_world_size.run", on_ranks.run)
+    monkeypatch.setattr("pardata.testing._run.run", on_ranks.run)
 
 
 def message(*job, **options):

@@ -2,17 +2,22 @@
 
 Does not protect two nodes from building the same cache at once: the first rename stays. Does not
 detect changed bytes in a built cache, only missing files and wrong sizes.
+
+A column is one part of all samples in a file, and a second file of shapes if they differ.
 """
 
 import json
+import math
+import mmap
 import os
 import shutil
-from collections.abc import Iterator
+import warnings
+from array import array
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
-from secrets import token_hex
 from socket import gethostname
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,16 +25,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from pardata._pytree import bytes_of, content_hash
 from pardata._validation import local_path
-from pardata.cache._column import Column, ColumnWriter, Shapes
-from pardata.cache._source import (
-    CHUNK,
-    Fields,
-    check_structure,
-    default_directory,
-    read_sample,
-    source_signature,
-)
-from pardata.data._batched_read import cpu_default_device
+from pardata.cache._source import CHUNK, Fields, check_structure, read_sample, source_signature
+from pardata.data._batch import Ragged
+from pardata.data._batched_read import cpu_default_device, take_rows
 from pardata.environment._logger import get_logger
 from pardata.output._progress import progress
 
@@ -41,6 +39,87 @@ _SOURCE = "source.json"
 _LOCK = "pardata-lock"
 _BUILDING = "pardata-building"
 _CHUNK_BYTES = 2**24  # the size of the chunk that a worker decodes at once
+
+Shapes: TypeAlias = Sequence[Sequence[int]]  # a part's shape in each of several samples
+
+
+class Column(NamedTuple):
+    """One part of all samples, memory-mapped, so that all processes of a node share the pages.
+
+    The mapping is read-only, and a write would end the process. So `rows` returns copies.
+
+    Attributes:
+        values: of shape (samples, *shape); if shapes differ, all values in one dimension.
+        offsets: of shape (samples, dimensions + 1), if shapes differ: in each row the shape of a
+            sample and the index of its first value in `values`.
+    """
+
+    values: Tensor
+    offsets: Tensor | None
+
+    @classmethod
+    def of(cls, path: Path, dtype: torch.dtype, length: int, shape: list[int] | None) -> "Column":
+        """Map the files: with samples of one `shape`, or of different shapes if it is None."""
+        values = _map_file(path, dtype)
+        if shape is not None:
+            return cls(values.view(length, *shape), None)
+        return cls(values, _map_file(_offsets_path(path), torch.int64).view(length, -1))
+
+    def rows(self, indices: Tensor) -> Tensor | Ragged:
+        """Return the rows of several samples, of shape (len(indices), *shape)."""
+        if self.offsets is None:
+            return take_rows(self.values, indices)
+        return Ragged(map(self._cut, take_rows(self.offsets, indices).tolist()))
+
+    def _cut(self, entry: list[int]) -> Tensor:
+        *shape, first = entry
+        return self.values[first : first + math.prod(shape)].view(shape).clone()
+
+
+class ColumnWriter:
+    """Writes one part of all samples, in the order of `add`."""
+
+    def __init__(self, path: Path) -> None:
+        self._values, self._offsets = path.open("wb"), _offsets_path(path).open("wb")
+        self._first = 0  # the number of values so far
+        self._shapes: set[tuple[int, ...]] = set()
+
+    def close(self) -> None:
+        """Close the files."""
+        self._values.close()
+        self._offsets.close()
+
+    def add(self, values: bytes, shapes: Shapes) -> None:
+        """Write the values of the next samples and their shapes."""
+        self._shapes.update(map(tuple, shapes))
+        offsets = array("q")
+        for shape in shapes:
+            offsets.extend((*shape, self._first))
+            self._first += math.prod(shape)
+        self._values.write(values)
+        offsets.tofile(self._offsets)
+
+    def finish(self) -> Sequence[int] | None:
+        """Return the shape of all samples, without offsets, or None if shapes differ."""
+        if len(self._shapes) > 1:
+            return None
+        Path(self._offsets.name).unlink()
+        return self._shapes.pop()
+
+
+def _offsets_path(path: Path) -> Path:
+    return path.with_suffix(".places.bin")
+
+
+def _map_file(path: Path, dtype: torch.dtype) -> Tensor:
+    if not path.stat().st_size:  # an empty file cannot be mapped
+        return torch.empty(0, dtype=dtype, device="cpu")
+    with path.open("rb") as file:
+        # A private mapping would be writable, but Linux refuses one larger than the memory.
+        pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch warns that it has no read-only tensors
+        return torch.frombuffer(pages, dtype=dtype)
 
 
 class CacheManifest(NamedTuple):
@@ -87,9 +166,16 @@ def manifest_of(dataset: Any, directory: Any) -> tuple[CacheManifest, Any]:
     first, parts = read_sample(dataset, 0)
     fields = {path: torch.empty_like(part, device="meta") for path, part in parts.items()}
     kinds = [[path, str(field.dtype), field.ndim] for path, field in sorted(fields.items())]
-    place = default_directory(dataset, source) if directory is None else directory
+    place = _default_directory(dataset, source) if directory is None else directory
     folder = local_path("directory", place) / (_FILES + content_hash([source, kinds]))
     return CacheManifest(folder, fields, source), first
+
+
+def _default_directory(dataset: Any, source: dict[str, Any]) -> Path:
+    """Return the default directory of the cache of this source."""
+    root = os.environ.get("PARDATA_CACHE")
+    below = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "pardata")
+    return below.expanduser() / f"{type(dataset).__name__}-{content_hash(source)}"
 
 
 def build_if_missing(dataset: Any, files: CacheManifest, workers: int) -> None:
@@ -107,7 +193,7 @@ def build_if_missing(dataset: Any, files: CacheManifest, workers: int) -> None:
             shutil.rmtree(stale, ignore_errors=True)
         # A folder of this process: without locks another process may build in this directory at the
         # same time.
-        unfinished = directory / f"{prefix}{token_hex(4)}"
+        unfinished = directory / f"{prefix}{os.urandom(4).hex()}"
         try:
             unfinished.mkdir()
             _publish(unfinished, files, _write(dataset, files, unfinished, workers))

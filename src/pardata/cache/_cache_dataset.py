@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -14,11 +13,11 @@ from pardata._validation import check_map_style
 from pardata.cache._build import CacheManifest, build_if_missing, manifest_of
 from pardata.cache._source import class_name, from_tensors, is_numbers, num_decoders
 from pardata.collectives._barrier import rank_zero_first
-from pardata.data._batch_utils import Ragged
+from pardata.data._batch import Ragged
 from pardata.data._batched_read import BatchReadable
 from pardata.environment._world import require_world, store_client
 from pardata.rng._rng_state import fork_rng
-from pardata.store._round import Facts, exchange, raise_if_different
+from pardata.store._round import Facts, compare_facts
 
 
 def cache_dataset(
@@ -82,8 +81,7 @@ def cache_dataset(
             return {"the class": class_name(dataset), "the length": files.source["length"]}
 
         cure = "Pass the same dataset on every rank."
-        differ = partial(raise_if_different, "cache_dataset", cure=cure)
-        exchange(store_client(), "cache_dataset", look, differ)
+        compare_facts(store_client(), "cache_dataset", look, cure)
         # Practically no timeout: a progress bar shows how far the build is.
         with rank_zero_first(local=True, timeout=3e7):
             if world.is_local_main:

@@ -1,13 +1,11 @@
-"""The source dataset of a cache: its signature, its samples as tensors, its default directory.
+"""The source dataset of a cache: its signature, its samples as tensors.
 
 Does not see a change of the source that shows in none of its 8 probed samples.
 """
 
-import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -22,7 +20,7 @@ from pardata.environment._logger import get_logger
 from pardata.environment._world import World, cpus_per_rank
 from pardata.rng._rng_state import numpy_or_none, seed_generators
 from pardata.rng._seeds import mix
-from pardata.store._remote_error import type_and_message
+from pardata.store._rank_errors import type_and_message
 
 _log = get_logger(__name__)
 
@@ -96,13 +94,6 @@ def class_name(dataset: Any) -> str:
     """Return the class of a dataset, and of those inside it."""
     kinds = [type(layer) for layer in datasets_in(dataset)]
     return " of ".join(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
-
-
-def default_directory(dataset: Any, source: dict[str, Any]) -> Path:
-    """Return the default directory of the cache of this source."""
-    root = os.environ.get("PARDATA_CACHE")
-    below = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "pardata")
-    return below.expanduser() / f"{type(dataset).__name__}-{content_hash(source)}"
 
 
 def _transform_text(dataset: Any) -> str:

@@ -1,7 +1,9 @@
 """The state of a run: saved so that it survives, restored into any strategy and world size."""
 
+import atexit
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from textwrap import shorten
@@ -11,20 +13,18 @@ import torch.distributed as dist
 
 from pardata._validation import check_bool, check_int, local_path, plain_number
 from pardata.checkpoint import _dcp as shards
-from pardata.checkpoint._background_task import BackgroundTask
-from pardata.checkpoint._directory import CheckpointDirectory
+from pardata.checkpoint._directory import CheckpointDirectory, Retention, checkpoint_names
 from pardata.checkpoint._manifest import STATE, Record, save
 from pardata.checkpoint._restore import Restored, Templates, load_latest, sharding_templates
-from pardata.checkpoint._retention import Retention, checkpoint_names
 from pardata.checkpoint._snapshot import Snapshot, check_stateful
 from pardata.collectives._all_gather import gather_to_rank_zero
 from pardata.collectives._barrier import rank_zero_call
 from pardata.collectives._comm_errors import explain_comm_errors
 from pardata.environment._device import new_gloo_group
-from pardata.environment._logger import get_logger
+from pardata.environment._logger import flush_output, get_logger
 from pardata.environment._world import World, require_world, store_client
 from pardata.rng._rng_state import get_rng_state
-from pardata.store._round import exchange, raise_if_different, require_equal
+from pardata.store._round import compare_facts, exchange, raise_if_different, require_equal
 
 _log = get_logger(__name__)
 
@@ -182,8 +182,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             templates.update(sharding_templates(objects))
             return {**self._options, "at": at, "objects": list(objects)}
 
-        differ = partial(raise_if_different, "Checkpointer.restore", cure=_CURE)
-        exchange(store_client(), "Checkpointer.restore", describe, differ)
+        compare_facts(store_client(), "Checkpointer.restore", describe, _CURE)
         if (found := load_latest(world, self._directory, at)) is not None:
             return found.apply(world, objects, templates)
         _log.info("there is no checkpoint in %s: the run starts from step 0", self._directory)
@@ -243,3 +242,42 @@ def _raise_of_what_differs(all_facts: list[dict[str, Any]]) -> None:
     """Raise if ranks differ in options or details; a rank may lack some details."""
     for kind in ("options", "details"):
         raise_if_different("Checkpointer.save", [facts[kind] for facts in all_facts], _CURE)
+
+
+class BackgroundTask:
+    """Runs `work` in a thread. The interpreter waits for it at exit.
+
+    `check` raises its error. If the process exits before `check`, its exit status is 1. A forked
+    child has no such thread, and does not wait.
+
+    Args:
+        work: the function to run.
+        what: its name in the log, as "the checkpoint of step 3".
+    """
+
+    def __init__(self, work: Callable[[], object], what: str) -> None:
+        self._what, self._pid = what, os.getpid()
+        atexit.register(self._check_at_exit)
+        executor = ThreadPoolExecutor(1, thread_name_prefix=f"pardata: {what}")
+        self._future = executor.submit(work)
+        executor.shutdown(wait=False)  # the thread ends after `work`
+
+    def join(self) -> None:
+        """Wait until `work` has ended."""
+        if os.getpid() == self._pid:
+            wait([self._future])
+
+    def check(self) -> None:
+        """Wait until `work` has ended, and raise its error."""
+        self.join()
+        atexit.unregister(self._check_at_exit)
+        if self._future.done():
+            self._future.result()
+
+    def _check_at_exit(self) -> None:
+        # The interpreter has joined its threads by now.
+        if not self._future.done() or (error := self._future.exception()) is None:
+            return
+        _log.error("%s failed: %s", self._what, error, ranks="all")
+        flush_output()
+        os._exit(1)  # nothing else can change the exit status here

@@ -27,15 +27,6 @@ PER_RANK_FILE = "rank-{:05d}.pt"  # the file of a rank's `per_rank` objects
 _FOLDER = "sharded"
 
 
-def shard_like(leaf: Any, template: Any) -> Any:
-    """Return a tensor sharded like the parameter `template`, if both have the same shape."""
-    if not isinstance(leaf, Tensor) or template is None or leaf.shape != template.shape:
-        return leaf
-    from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415  # slow to import
-
-    return distribute_tensor(leaf.to(template.device), template.device_mesh, template.placements)
-
-
 def write(
     world: World, checkpoint: Path, parts: Mapping[KeyPath, Tensor], per_rank: Any, group: Any
 ) -> tuple[Any, dict[str, Record]]:

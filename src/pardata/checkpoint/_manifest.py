@@ -1,6 +1,6 @@
 """The manifest of a checkpoint: sizes and SHA-256 of its files, written, synced and verified.
 
-Does not decide which checkpoint is the newest: see `_retention`.
+Does not decide which checkpoint is the newest: see `_directory`.
 """
 
 import hashlib

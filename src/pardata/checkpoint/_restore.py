@@ -18,15 +18,15 @@ from torch.serialization import safe_globals
 
 from pardata._pytree import KeyPath, is_custom_container, map_with_path
 from pardata.checkpoint import _dcp as shards
+from pardata.checkpoint._directory import newest_first
 from pardata.checkpoint._manifest import STATE, UnusableError, verified
-from pardata.checkpoint._retention import newest_first
 from pardata.collectives._barrier import rank_zero_call
 from pardata.environment._logger import get_logger
 from pardata.environment._world import World, store_client
+from pardata.model._state_dict import shard_like
 from pardata.model._unwrap import unwrap
 from pardata.rng._rng_state import set_rng_state
-from pardata.store._rank_format import format_ranks
-from pardata.store._remote_error import is_secondary
+from pardata.store._rank_errors import format_ranks, is_secondary
 from pardata.store._round import exchange
 from pardata.strategies._weights import load_weights
 
@@ -143,7 +143,7 @@ class LoadedCheckpoint(NamedTuple):
         def place(at: KeyPath, leaf: Any) -> Any:
             if at[0] in modules and str(at[1]).endswith("_extra_state"):
                 return deepcopy(leaf)
-            return tensors[at] if at in tensors else shards.shard_like(leaf, templates.get(at[:-1]))
+            return tensors[at] if at in tensors else shard_like(leaf, templates.get(at[:-1]))
 
         # One `deepcopy`, so that tensors that share memory still do. `load_state_dict` copies the
         # weights of a module, but not its extra state.
@@ -250,8 +250,7 @@ def sharding_templates(things: Mapping[str, object]) -> Templates:
     templates: Templates = {}
     for name, thing in things.items():
         if isinstance(thing, nn.Module):
-            state = unwrap(thing).state_dict().items()
-            templates |= {(name, key): value for key, value in state}
+            templates |= {(name, key): value for key, value in unwrap(thing).state_dict().items()}
         if isinstance(thing, torch.optim.Optimizer):
             # In the order in which state_dict() numbers them.
             parameters = (one for group in thing.param_groups for one in group["params"])

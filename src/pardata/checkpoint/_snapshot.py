@@ -16,8 +16,7 @@ from pardata._pytree import KeyPath, is_custom_container, keystr, map_with_path,
 from pardata._validation import plain_number, type_with_article
 from pardata.checkpoint._dcp import is_sharded
 from pardata.environment._device import has_streams
-from pardata.environment._version import __version__
-from pardata.environment._world import World
+from pardata.environment._world import World, __version__
 from pardata.strategies._wrap_model import strategy_of
 
 _Named: TypeAlias = Mapping[str, Any]

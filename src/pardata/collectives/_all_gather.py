@@ -8,8 +8,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-from torch.nn.functional import pad
 from torch.serialization import default_restore_location
 
 from pardata._pytree import KeyPath, bytes_of, leaves_with_path
@@ -18,7 +16,7 @@ from pardata.collectives._comm_errors import explain_comm_errors
 from pardata.collectives._fingerprint import CheckedCollective, number_of
 from pardata.environment._world import World, cpu_group_and_device, require_world
 from pardata.store._current_op import check_allowed
-from pardata.store._rank_format import format_ranks
+from pardata.store._rank_errors import format_ranks
 
 _T = TypeVar("_T")
 
@@ -86,7 +84,7 @@ class _DifferentiableAllGather(torch.autograd.Function):
         return tuple(of_ranks)
 
     @staticmethod
-    @once_differentiable
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         local = gradients[ctx.world.rank]
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
@@ -145,7 +143,7 @@ def gather_to_rank_zero(world: World, value: _T, group: Any = None) -> list[_T]:
     group, data = group or default, serialize(value)
     lengths = _stack_from_ranks(torch.tensor([len(data)], device=device), world.size, group)
     local = torch.frombuffer(data, dtype=torch.uint8).to(device)
-    sent = pad(local, (0, int(lengths.max()) - len(data)))
+    sent = torch.nn.functional.pad(local, (0, int(lengths.max()) - len(data)))
     received = [torch.empty_like(sent) for _ in range(world.size)] if world.is_main else None
     dist.gather(sent, received, group=group)
     pairs = zip(received or [], lengths.flatten().tolist(), strict=False)
@@ -181,7 +179,7 @@ def _gather(checked: CheckedCollective, parts: list[Tensor]) -> list[Any]:
     # Clones, because a column of one element counts as contiguous, and its stride forbids the view.
     flat = [p.reshape(-1).clone(memory_format=torch.contiguous_format) for p in parts]
     local = torch.cat([part.view(torch.uint8).to(device) for part in flat])
-    padded = pad(local, (0, max(map(sum, sizes)) - len(local)))
+    padded = torch.nn.functional.pad(local, (0, max(map(sum, sizes)) - len(local)))
     sent = zip(_stack_from_ranks(padded, size, checked.group(padded)), sizes, strict=True)
     received = [row[: sum(lengths)].split(lengths) for row, lengths in sent]
     both = zip(zip(*all_rows, strict=True), zip(*received, strict=True), strict=True)

@@ -5,22 +5,19 @@ Does not carry gradients, and needs the same structure on every rank.
 
 import math
 from numbers import Integral, Real
-from typing import Any, TypeVar, overload
+from typing import Any, TypeAlias, TypeVar, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pardata.collectives._comm_errors import explain_comm_errors
-from pardata.collectives._fingerprint import (
-    PAYLOAD_SLOTS,
-    CheckedCollective,
-    Leaf,
-    Values,
-    numbers_of,
-)
+from pardata.collectives._fingerprint import PAYLOAD_SLOTS, CheckedCollective, Leaf, numbers_of
 
 _T = TypeVar("_T")
+
+# Values to reduce: a list of numbers, which takes less time, or a vector if there are tensors.
+_Values: TypeAlias = list[float] | Tensor
 
 # Whole numbers below this are exact in float64.
 _EXACT = 2**53
@@ -131,7 +128,7 @@ def _exactly(call: str, value: _T, op: Any) -> _T:
 
 def _reduce(checked: CheckedCollective, weight: float, op: Any = _SUM) -> tuple[float, list[Any]]:
     """Return the sum of the weights, and each leaf times this rank's weight, reduced over ranks."""
-    packed: dict[Any, Values] = {}
+    packed: dict[Any, _Values] = {}
 
     def in_header(wire: Any) -> bool:
         return wire is None and op == _SUM and len(packed[None]) < PAYLOAD_SLOTS
@@ -162,7 +159,7 @@ def unflatten_like(flat: Tensor, leaves: list[Leaf]) -> list[Tensor]:
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def _flatten(checked: CheckedCollective, wire: Any, weight: float) -> Values:
+def _flatten(checked: CheckedCollective, wire: Any, weight: float) -> _Values:
     """Return all leaves with the wire dtype `wire` in one vector, times `weight`."""
     parts, dtype, device = checked.leaves_with(wire), wire, checked.world.device
     if wire is None:
@@ -181,7 +178,7 @@ def _flatten(checked: CheckedCollective, wire: Any, weight: float) -> Values:
     return flat.mul_(weight) if weight else flat.zero_()
 
 
-def _all_reduce_flat(checked: CheckedCollective, values: Values, op: Any) -> Tensor:
+def _all_reduce_flat(checked: CheckedCollective, values: _Values, op: Any) -> Tensor:
     """Reduce a vector in a collective of its own; all ranks have agreed on its length."""
     flat = checked.vector(values) if isinstance(values, list) else values
     if checked.world.size == 1 or not len(flat):

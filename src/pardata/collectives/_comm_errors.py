@@ -18,7 +18,7 @@ from pardata.environment._world import is_single_process, store_client
 from pardata.store._caller import call_site
 from pardata.store._client import SERVER, StoreClient, append, set_once
 from pardata.store._current_op import check_allowed, current_op
-from pardata.store._remote_error import RemoteError, is_peer_failure, is_timeout, mark_secondary
+from pardata.store._rank_errors import RemoteError, is_peer_failure, is_timeout, mark_secondary
 from pardata.store._round import missing_ranks_text
 
 _FAILURE = "failure"

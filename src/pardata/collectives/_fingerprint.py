@@ -22,7 +22,7 @@ from pardata.collectives._comm_errors import explain_comm_errors
 from pardata.environment._device import has_accelerator_backend, widest_float_dtype
 from pardata.environment._world import cpu_group_and_device, require_world, store_client
 from pardata.store._current_op import check_allowed
-from pardata.store._round import exchange, raise_if_different
+from pardata.store._round import compare_facts
 
 _T = TypeVar("_T")
 
@@ -31,16 +31,12 @@ _HEADER = 64
 _HASHES = 3
 _FIRST = 2 * _HASHES
 PAYLOAD_SLOTS = _HEADER - _FIRST
-_MAX = dist.ReduceOp.MAX
 
 # A dense tensor or a real number (a bool and a NumPy scalar are numbers).
 Leaf: TypeAlias = Tensor | float
 
 # Waits for the minimum and maximum over all ranks of each number of a collective.
 WaitMinMax: TypeAlias = Callable[[], list[tuple[int, int]]]
-
-# Values to reduce: a list of numbers, which takes less time, or a vector if there are tensors.
-Values: TypeAlias = list[float] | Tensor
 
 
 class CheckedCollective:
@@ -123,7 +119,7 @@ class CheckedCollective:
         signed = [*self._fingerprint()[:_HASHES], *numbers]
         # min(x) = -max(-x), so one MAX all-reduce returns both.
         both = [sign * number for number in signed for sign in (1, -1)]
-        wait = self._reduced(both, _MAX, later=True)
+        wait = self._reduced(both, dist.ReduceOp.MAX, later=True)
 
         def least_and_most() -> list[tuple[int, int]]:
             with explain_comm_errors(self._call):
@@ -165,8 +161,7 @@ class CheckedCollective:
     def _raise_mismatch(self) -> None:
         """Raise on every rank, with a table of the calls or structures of the ranks."""
         cure = "Make the same call with the same structure on every rank."
-        differ = functools.partial(raise_if_different, self._call, cure=cure)
-        exchange(store_client(), self._call, lambda: {"structure": self._facts()}, differ)
+        compare_facts(store_client(), self._call, lambda: {"structure": self._facts()}, cure)
 
     def group(self, tensor: Tensor) -> Any:
         """Return the process group that reduces `tensor`."""

@@ -6,7 +6,6 @@ Does not stop in the middle of a step, nor without a call of `agreed` on every r
 import signal
 import threading
 import time
-from types import FrameType
 from typing import Any, Self
 
 from pardata.collectives._fingerprint import CheckedCollective, WaitMinMax
@@ -120,7 +119,7 @@ class StopSignal:
         if kind is None:
             self._last_result()
 
-    def _handle(self, number: int, _: FrameType | None) -> None:
+    def _handle(self, number: int, _: object) -> None:
         # Nothing else, because a handler interrupts the program at any line.
         self._received = self._received or number
 

@@ -8,12 +8,11 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from pardata._validation import check_bool, check_int, check_map_style
+from pardata.data._batch import uneven_shares
 from pardata.data._held_objects import listed_samples, open_files
 from pardata.data._plan import Plan, local_range
-from pardata.data._sample_count import uneven_shares
 from pardata.data._sampler import length_of
-from pardata.data._step_source import DataLoaderOptions, worker_options
-from pardata.data._worker_init import start_method
+from pardata.data._step_source import DataLoaderOptions, start_method, worker_options
 from pardata.environment._device import checked_device
 from pardata.environment._logger import get_logger
 from pardata.environment._world import (

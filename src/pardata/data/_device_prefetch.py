@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pardata._pytree import KeyPath, map_with_path
-from pardata.data._batch_utils import is_opaque
+from pardata.data._batch import is_opaque
 from pardata.data._fetcher import Collator
 from pardata.data._plan import FetchedStep, StepInfo
 from pardata.environment._device import has_streams

@@ -17,7 +17,7 @@ from pardata.data._plan import FetchedStep, StepInfo
 from pardata.data._sampler import FetchRequest, as_list
 from pardata.rng import _rng_state as generators
 from pardata.rng._seeds import mix
-from pardata.store._remote_error import RemoteError
+from pardata.store._rank_errors import RemoteError
 
 # Steps at the start of an epoch in which a use of random numbers is detected; then one in 16.
 _LOOKED_AT = 16

@@ -22,8 +22,7 @@ from pardata.data._step_source import StepSource
 from pardata.environment._world import store_client
 from pardata.rng._rng_state import fork_rng, seed_generators
 from pardata.rng._seeds import mix
-from pardata.store._rank_format import format_ranks
-from pardata.store._remote_error import RemoteError
+from pardata.store._rank_errors import RemoteError, format_ranks
 from pardata.store._round import exchange, raise_if_different
 
 _END = object()

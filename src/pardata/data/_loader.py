@@ -1,5 +1,7 @@
 """The loader: iterates over epochs, and saves and restores its position at any step."""
 
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
@@ -8,16 +10,15 @@ from typing import Any, NoReturn, TypeAlias
 from torch.utils.data import Dataset
 
 from pardata._validation import check_int
-from pardata.data._batch_utils import empty_batch
+from pardata.data._batch import ReadRecord, delivered, empty_batch
 from pardata.data._device_prefetch import DeviceTransfer
 from pardata.data._loader_state import EpochCursor, StateSchema
 from pardata.data._microbatches import Microbatches
 from pardata.data._plan import FetchedStep, Plan, StepInfo
-from pardata.data._sample_count import ReadRecord, delivered
 from pardata.data._sampler import GlobalBatchSampler, length_of
 from pardata.data._step_source import StepSource
-from pardata.data._wait_timer import WaitTimer
 from pardata.environment._logger import get_logger
+from pardata.store._current_op import LOADER, current_op
 
 _log = get_logger(__name__)
 
@@ -26,6 +27,45 @@ _LONG, _LONG_FRACTION = 1.0, 0.3
 _END = (None, None, None)  # the item after the last step
 
 Parts: TypeAlias = tuple[StateSchema, StepSource, DeviceTransfer]
+
+
+class WaitTimer:
+    """The seconds of an epoch, and the part of them spent in waiting for batches."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._end: float | None = None
+        self.samples, self.waited = 0, 0.0
+
+    def timed_next(self, batches: Iterator[Any]) -> Any:
+        """Return the next of `batches`, tuples that begin with the step, or `_END`."""
+        asked, before, batch = self.seconds(), current_op.push(LOADER), _END
+        try:
+            batch = next(batches, _END)
+        finally:
+            current_op.pop(before, batch[0])
+        self.waited += self.seconds() - asked
+        return batch
+
+    def stop(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        """Stop the timer, except at interpreter exit, when module globals may be gone."""
+        if not is_ending():
+            self._end = time.perf_counter()
+            current_op.pop(current_op.push(""), None)
+
+    def seconds(self) -> float:
+        end = time.perf_counter() if self._end is None else self._end
+        return end - self._start
+
+    def stats(self) -> dict[str, float]:
+        seconds = max(self.seconds(), 1e-9)
+        return {
+            "seconds": seconds,
+            "wait_seconds": self.waited,
+            "wait_share": self.waited / seconds,
+            "samples": self.samples,
+            "samples_per_second": self.samples / seconds,
+        }
 
 
 class Loader:
@@ -204,7 +244,7 @@ class Loader:
             cursor.use_up(begun)
             while True:
                 cursor.check(begun)
-                step, state, batch = clock.timed_next(batches, _END)
+                step, state, batch = clock.timed_next(batches)
                 if step is None:
                     break
                 clock.samples += step.samples
@@ -250,12 +290,11 @@ class Loader:
     def _speak_of_waiting(self, clock: WaitTimer) -> None:
         stats = clock.stats()
         is_long = stats["wait_seconds"] >= _LONG and stats["wait_share"] >= _LONG_FRACTION
-        if self._has_spoken or not is_long:
-            return
-        self._has_spoken = True
-        text = (
-            f"the epoch waited {stats['wait_share']:.0%} of its {stats['seconds']:.1f} s "
-            f"for data: more num_workers read in parallel, cache_dataset decodes once, and "
-            f"batch_transform does a whole batch at a time"
-        )
-        _log.warning(text, ranks=[0])
+        if is_long and not self._has_spoken:
+            self._has_spoken = True
+            text = (
+                f"the epoch waited {stats['wait_share']:.0%} of its {stats['seconds']:.1f} s "
+                f"for data: more num_workers read in parallel, cache_dataset decodes once, and "
+                f"batch_transform does a whole batch at a time"
+            )
+            _log.warning(text, ranks=[0])

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, overload
 import torch
 
 from pardata._pytree import map_with_path
-from pardata.data._sample_count import num_samples
+from pardata.data._batch import num_samples
 from pardata.environment._world import require_world, store_client
 from pardata.store._round import exchange
 

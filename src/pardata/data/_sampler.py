@@ -10,11 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, islice, pairwise
-from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
 from torch.utils.data import Sampler
 
 from pardata.data._batched_read import cpu_default_device
@@ -24,11 +22,11 @@ from pardata.data._shuffle import Shuffle
 from pardata.environment._world import World, store_client
 from pardata.rng._rng_state import fork_rng
 from pardata.rng._seeds import mix
-from pardata.store._remote_error import type_and_message
+from pardata.store._rank_errors import type_and_message
 from pardata.store._round import exchange, raise_if_different
 
 # Indices of samples. A user's sampler may yield any type.
-Indices: TypeAlias = "Tensor | Sequence[Any]"
+Indices: TypeAlias = "torch.Tensor | Sequence[Any]"
 
 _MOST = 2**26  # the maximum number of indices of a sampler without a length, which may be infinite
 _AHEAD = 2**14  # positions in one call of `indices_at`, because a call is expensive
@@ -114,7 +112,7 @@ class GlobalBatchSampler(Sampler[FetchRequest]):
             steps.check(shuffled=self.shuffle)
             epoch = epoch._replace(steps=steps)
         self._number, self.epoch = start.epoch, epoch
-        self._first = bisect_left(epoch.steps, start.delivered, key=attrgetter("start"))
+        self._first = bisect_left(epoch.steps, start.delivered, key=lambda step: step.start)
         if self._first:
             delivered = epoch.steps[self._first - 1].stop
         if start.digest not in (None, epoch.digest) or start.delivered != delivered:
@@ -263,4 +261,4 @@ def length_of(sampler: Any) -> int | None:
 
 def as_list(indices: Indices) -> Any:
     """Return indices as a list if they are a tensor."""
-    return indices.tolist() if isinstance(indices, Tensor) else indices
+    return indices.tolist() if isinstance(indices, torch.Tensor) else indices

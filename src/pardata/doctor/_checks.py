@@ -15,13 +15,11 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from pardata.collectives._all_reduce import all_reduce_sum
 from pardata.environment import _device
 from pardata.environment._launchers import LaunchInfo, select_launcher
-from pardata.environment._version import __version__
-from pardata.environment._world import World, cpus_per_rank, store_client
+from pardata.environment._world import World, __version__, cpus_per_rank, store_client
 from pardata.process_group._init import init
 from pardata.store._round import exchange
 from pardata.testing._run import run
@@ -147,7 +145,7 @@ def _smoke_test(world: World) -> list[Finding]:
     return [*found, Finding("latency", latency), Finding("bandwidth", bandwidth)]
 
 
-def _median_seconds(tensor: Tensor, times: int) -> float:
+def _median_seconds(tensor: torch.Tensor, times: int) -> float:
     """Return the median seconds of an all-reduce of `tensor`, after a first one, which connects."""
 
     def reduce() -> None:

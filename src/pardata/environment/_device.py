@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
 # ruff: noqa: SLF001  # can go with public stores of groups: pytorch/pytorch#151960
 
@@ -202,12 +201,12 @@ def new_gloo_group(timeout: timedelta | None = None) -> Any:
 
 def all_groups() -> list[Any]:
     """Return every process group that this process is in."""
-    return list(distributed_c10d._world.pg_map)
+    return list(dist.distributed_c10d._world.pg_map)
 
 
 def default_store() -> Any:
     """Return the store of the default group, whoever created the group."""
-    return distributed_c10d._get_default_store()
+    return dist.distributed_c10d._get_default_store()
 
 
 def broadcast_together(tensors: list[Tensor], group: Any = None) -> None:

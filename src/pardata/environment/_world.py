@@ -13,13 +13,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.utils.data import get_worker_info
 
 from pardata.environment import _device
 from pardata.environment._launchers import detect_launch, read_ints
 from pardata.environment._logger import get_logger
 from pardata.store._client import StoreClient
+
+# The version of the distribution, which checkpoints record.
+__version__ = "0.1.0"
 
 # Called at the end of ``with init()``, with its exception.
 _AtTheEnd = Callable[[BaseException | None], None]
@@ -266,6 +268,6 @@ def cpus_per_rank(world: World) -> int:
 
 def new_store_client(timeout: timedelta | None, prefix: str = "pardata") -> StoreClient:
     """Return a client of the default group's store, with torch's timeout if none is given."""
-    wait = distributed_c10d.default_pg_timeout if timeout is None else timeout
+    wait = dist.distributed_c10d.default_pg_timeout if timeout is None else timeout
     store = dist.PrefixStore(prefix, _device.default_store())
     return StoreClient(store, wait, dist.get_rank(), dist.get_world_size())

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pardata.data._batch_utils import iter_tensors
+from pardata.data._batch import iter_tensors
 from pardata.model._torch_internals import direct_tensors, uncompiled
 
 # ruff: noqa: SLF001  # can go with a torch that has `reset_iter_state` (2.15):

@@ -51,7 +51,7 @@ def load_sharded(model: nn.Module, given: object, *, strict: bool, assign: bool)
     return found[0]
 
 
-def _shard_like(value: Any, template: Any) -> Any:
+def shard_like(value: Any, template: Any) -> Any:
     """Return a tensor sharded like the DTensor `template`, if both have the same shape."""
     if not hasattr(template, "device_mesh") or hasattr(value, "device_mesh"):
         return value
@@ -97,7 +97,7 @@ def _renamed(state: Mapping[str, Any], plain: nn.Module) -> dict[str, Any]:
             raise ValueError(
                 f"`state_or_path` must name each parameter once, but {partner!r} comes twice"
             )
-        renamed[partner] = _shard_like(value, target.get(partner))
+        renamed[partner] = shard_like(value, target.get(partner))
     return renamed
 
 

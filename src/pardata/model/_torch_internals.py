@@ -9,11 +9,10 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 # ruff: noqa: SLF001  # see above; `queue_callback` can go when pytorch/pytorch#66199 is done
 
-BatchNorm: TypeAlias = _BatchNorm  # the base class of all batch norms
+BatchNorm: TypeAlias = nn.modules.batchnorm._BatchNorm  # the base class of all batch norms
 # As torch.compiler.disable, which imports all of dynamo: can go with pytorch/pytorch#104317.
 uncompiled = torch._disable_dynamo
 
@@ -51,26 +50,6 @@ def versions_of(state: Any) -> dict[str, dict[str, Any]]:
 
 def set_versions(state: Any, versions: Mapping[str, Any]) -> None:
     state._metadata = versions
-
-
-def after_backward(
-    outputs: Iterable[Tensor], action: Callable[[], None], *, otherwise: bool = True
-) -> None:
-    """Run `action` at the end of the first backward through any of `outputs`.
-
-    If no output requires a gradient, run it at once, or never without `otherwise`.
-    """
-    waiting = [action]
-
-    def begin(_gradient: Tensor) -> None:
-        if waiting:
-            at_end_of_backward(waiting.pop())
-
-    ends = [tensor for tensor in outputs if tensor.requires_grad]
-    for tensor in ends:
-        tensor.register_hook(begin)
-    if not ends and otherwise:
-        action()
 
 
 def at_end_of_backward(action: Callable[[], None]) -> None:

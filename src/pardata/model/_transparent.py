@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from pardata.environment._logger import get_logger
 from pardata.model._state_dict import NO_ASSIGN, LoadedKeys, load_full
@@ -146,5 +145,5 @@ def forbid_unsynced_forward(wrapper: Any, name: str) -> Iterator[None]:
             )
 
     # One global hook during the call, because its cost does not depend on the number of modules.
-    with register_module_forward_pre_hook(refuse):
+    with nn.modules.module.register_module_forward_pre_hook(refuse):
         yield

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from pardata.environment import _device
 from pardata.environment._launchers import LaunchInfo
@@ -22,8 +21,7 @@ from pardata.environment._world import GroupState, World, new_store_client, worl
 from pardata.process_group._shutdown import release_store, shutdown
 from pardata.process_group._tcp_store import missing_ranks_error, open_store
 from pardata.store._client import StoreClient, append, wait_for
-from pardata.store._rank_format import format_rank_table
-from pardata.store._remote_error import summary_line
+from pardata.store._rank_errors import format_rank_table, summary_line
 from pardata.store._round import abort_rounds, exchange, missing_ranks_text, raise_if_different
 
 _T = TypeVar("_T")
@@ -44,7 +42,7 @@ def form_group(
     So every rank raises it, and none waits. If the group would mix small numbers with gradients,
     `form_group` creates a gloo group for the numbers.
     """
-    patience, hosts_store = timeout or distributed_c10d.default_pg_timeout, False
+    patience, hosts_store = timeout or dist.distributed_c10d.default_pg_timeout, False
     if launch is None:
         client = with_fresh_prefix(new_store_client(patience))
     else:
@@ -97,8 +95,7 @@ def create_on_all_ranks(client: StoreClient, create: Callable[[], _T]) -> _T:
     failed one until the timeout.
     """
     created: list[_T] = []
-    patience = client.timeout + _MARGIN
-    exchange(client, "init", lambda: created.append(create()), timeout=patience)
+    exchange(client, "init", lambda: created.append(create()), timeout=client.timeout + _MARGIN)
     return created[0]
 
 

@@ -25,7 +25,7 @@ from pardata.environment._logger import get_logger
 from pardata.environment._world import GroupState, group_state, is_child, process
 from pardata.store._caller import raise_location
 from pardata.store._client import StoreClient
-from pardata.store._remote_error import RemoteError, is_secondary, summary_line
+from pardata.store._rank_errors import RemoteError, is_secondary, summary_line
 from pardata.store._round import abort_rounds
 
 _log = get_logger(__name__)

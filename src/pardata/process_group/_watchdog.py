@@ -28,8 +28,7 @@ from pardata.environment._world import GroupState
 from pardata.store._caller import Frame, frames_of, location, user_frame
 from pardata.store._client import SERVER, StoreClient, multi_get_or_none, set_once
 from pardata.store._current_op import LOADER, OpRecord, current_op
-from pardata.store._rank_format import format_rank_table, format_ranks
-from pardata.store._remote_error import is_secondary
+from pardata.store._rank_errors import format_rank_table, format_ranks, is_secondary
 
 _log = get_logger(__name__)
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from pardata.store._caller import call_site
-from pardata.store._remote_error import mark_secondary
+from pardata.store._rank_errors import mark_secondary
 
 _T = TypeVar("_T")
 

@@ -21,8 +21,14 @@ import torch.distributed as dist
 from pardata.store._caller import call_site
 from pardata.store._client import StoreClient, multi_get_or_none, set_once, wait_for
 from pardata.store._current_op import check_allowed, current_op, forbidding_calls
-from pardata.store._rank_format import format_rank_table, format_ranks
-from pardata.store._remote_error import RemoteError, is_secondary, mark_secondary, type_and_message
+from pardata.store._rank_errors import (
+    RemoteError,
+    format_rank_table,
+    format_ranks,
+    is_secondary,
+    mark_secondary,
+    type_and_message,
+)
 
 # Its argument: the values of all ranks, in rank order.
 Decide: TypeAlias = Callable[[list[Any]], object]
@@ -104,6 +110,14 @@ def require_equal(
 
     if exchange(client, call, digest, lambda digests: len(set(digests)) > 1):
         exchange(client, f"{call} (in detail)", lambda: facts, differ)
+
+
+def compare_facts(client: StoreClient, call: str, facts_of: Callable[[], Facts], cure: str) -> None:
+    """Raise on every rank, with a table and `cure`, if `facts_of` returns different facts.
+
+    Collective.
+    """
+    exchange(client, call, facts_of, lambda rows: raise_if_different(call, rows, cure))
 
 
 def raise_if_different(call: str, rows: list[dict[str, object]], cure: str) -> None:

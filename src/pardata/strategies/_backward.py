@@ -9,25 +9,18 @@ from torch.amp import GradScaler
 
 from pardata._validation import type_with_article
 from pardata.collectives._comm_errors import explain_comm_errors
+from pardata.data._batch import is_empty
 from pardata.data._microbatches import Microbatches
-from pardata.data._sample_count import is_empty
 from pardata.environment._logger import get_logger
 from pardata.environment._world import is_single_process, require_world, world
-from pardata.model._grad_stash import BufferSnapshot, StashedGradients
+from pardata.model._grads_and_buffers import BufferSnapshot, StashedGradients
 from pardata.model._torch_internals import parameters_of, sync_batch_norms
 from pardata.model._unwrap import is_parallel
 from pardata.rng._rng_state import fork_rng, fork_torch_rng
 from pardata.store._current_op import current_op
 from pardata.strategies._forward import check_forward, scalar_loss, sum_terms, upcast, zero_backward
 from pardata.strategies._loss_weights import Count, LossWeights, Microbatch, positive
-from pardata.strategies._step import (
-    SEEN,
-    Step,
-    forbidden_in,
-    mark_drawn,
-    metric_structures,
-    microbatch_seed,
-)
+from pardata.strategies._step import SEEN, Step, forbidden_in, metric_structures, microbatch_seed
 from pardata.strategies._step_metrics import StepMetrics
 from pardata.strategies._wrap_model import find_strategy
 
@@ -169,7 +162,7 @@ def backward(
     if type(step) is Step and step.size == 1:
         _checked_models.add(model)
     means = step.metrics.result()
-    mark_drawn(batch)
+    _mark_drawn(batch)
     return means
 
 
@@ -199,8 +192,7 @@ def _single(model: nn.Module, loss_fn: LossFn, batch: Any, scaler: GradScaler | 
     first, microbatch = (batch.first, batch[0]) if isinstance(batch, Microbatches) else (0, batch)
     if is_empty(microbatch):
         positive(0)
-    aside = StashedGradients(parameters_of(model))
-    with aside, fork_torch_rng(microbatch_seed(batch, first)):
+    with StashedGradients(parameters_of(model)), fork_torch_rng(microbatch_seed(batch, first)):
         with forbidden_in(batch):
             returned = loss_fn(model, microbatch)
         if not isinstance(returned, Tensor):
@@ -211,8 +203,14 @@ def _single(model: nn.Module, loss_fn: LossFn, batch: Any, scaler: GradScaler | 
             metrics, loss = None, scalar_loss(returned)
         (loss if scaler is None else scaler.scale(loss)).backward()
     means = upcast(loss.detach()) if metrics is None else metrics.result()
-    mark_drawn(batch)
+    _mark_drawn(batch)
     return means
+
+
+def _mark_drawn(batch: Any) -> None:
+    """Count a successful call of `backward` with these microbatches: the next has other seeds."""
+    if isinstance(batch, Microbatches):
+        batch.runs += 1
 
 
 def _step_of(model: nn.Module, batch: Any, scaler: GradScaler | None) -> Step:

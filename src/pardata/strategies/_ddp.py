@@ -1,6 +1,6 @@
 """Strategy "ddp": a transparent DistributedDataParallel that keeps buffers equal."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from types import MethodType
@@ -10,16 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pardata.data._batch_utils import iter_tensors
-from pardata.data._sample_count import uneven_shares
-from pardata.model._buffers import broadcast_coalesced
-from pardata.model._grad_stash import StashedGradients
-from pardata.model._torch_internals import (
-    after_backward,
-    at_end_of_backward,
-    parameters_of,
-    uncompiled,
-)
+from pardata.data._batch import iter_tensors, uneven_shares
+from pardata.model._grads_and_buffers import StashedGradients, broadcast_coalesced
+from pardata.model._torch_internals import at_end_of_backward, parameters_of, uncompiled
 from pardata.model._transparent import TransparentWrapper, forbid_unsynced_forward
 from pardata.strategies._ddp_reducer import (
     Payload,
@@ -63,15 +56,14 @@ class TransparentDDP(TransparentWrapper, DistributedDataParallel):
             output = super().forward(*inputs, **kwargs)
         finally:
             self.__dict__["_forward_runs"] = False
-        trains = torch.is_grad_enabled() and self.require_backward_grad_sync
-        if trains and is_bare:
+        if is_bare and torch.is_grad_enabled() and self.require_backward_grad_sync:
             self.__dict__["_expects_backward"] = True
             if self._inside.training:
                 uneven_shares.warn()
             compiles = torch.compiler.is_compiling()
             # In the backward, because a single rank may run a forward, but not a backward.
             if self._has_unequal_buffers():
-                after_backward(() if compiles else iter_tensors(output), self._broadcast_buffers)
+                _after_backward(() if compiles else iter_tensors(output), self._broadcast_buffers)
             if self._has_gradients_to_compare() and not compiles:
                 self._compare_after_backward(output)
         return output
@@ -91,7 +83,7 @@ class TransparentDDP(TransparentWrapper, DistributedDataParallel):
     def _compare_after_backward(self, output: Any) -> None:
         # After the final callback of PyTorch's reducer, which is queued by then.
         later = partial(at_end_of_backward, self._compare_gradients)
-        after_backward(iter_tensors(output), later, otherwise=False)
+        _after_backward(iter_tensors(output), later, otherwise=False)
 
     def _compare_gradients(self) -> None:
         if self._has_gradients_to_compare():  # another backward may have compared them
@@ -154,6 +146,26 @@ class TransparentDDP(TransparentWrapper, DistributedDataParallel):
         if isinstance(value, MethodType) and value.__self__ is self._inside:
             return forbid_unsynced_forward(self, name)(value)
         return value
+
+
+def _after_backward(
+    outputs: Iterable[Tensor], action: Callable[[], None], *, otherwise: bool = True
+) -> None:
+    """Run `action` at the end of the first backward through any of `outputs`.
+
+    If no output requires a gradient, run it at once, or never without `otherwise`.
+    """
+    waiting = [action]
+
+    def begin(_gradient: Tensor) -> None:
+        if waiting:
+            at_end_of_backward(waiting.pop())
+
+    ends = [tensor for tensor in outputs if tensor.requires_grad]
+    for tensor in ends:
+        tensor.register_hook(begin)
+    if not ends and otherwise:
+        action()
 
 
 class DdpStep(DistributedStep):

@@ -76,9 +76,8 @@ class ReducedParameters:
             )
         return RuntimeError(
             f"a parameter must be frozen, or not, as it was when the model was wrapped under "
-            f"'ddp', which synchronises what was trainable then; but `{name}` is not: {_AGAIN}, "
-            f"or wrap it while all is trainable, with find_unused_parameters=True, and freeze it "
-            f"then"
+            f"'ddp', which synchronises what was trainable then; but `{name}` is not: {_AGAIN}, or "
+            f"wrap it while all is trainable, with find_unused_parameters=True, and freeze it then"
         )
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from pardata._validation import type_with_article
-from pardata.data._batch_utils import iter_tensors
+from pardata.data._batch import iter_tensors
 from pardata.strategies._loss_weights import LossWeights, Microbatch
 
 

@@ -4,7 +4,7 @@ Does not shard blocks by default, and does not average buffers outside of `backw
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from functools import cache
@@ -14,17 +14,15 @@ from weakref import WeakSet, ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pardata._pytree import leaves_with_path
 from pardata._validation import check_int
-from pardata.data._sample_count import uneven_shares
+from pardata.data._batch import uneven_shares
 from pardata.environment._device import checked_device
 from pardata.environment._logger import get_logger
-from pardata.model._buffers import average_buffers, broadcast_coalesced, real_buffers
 from pardata.model._fsdp_utils import materialize, reset_after_error, reset_iter_state, reshard_hook
-from pardata.model._grad_stash import StashedGradients
+from pardata.model._grads_and_buffers import StashedGradients, broadcast_coalesced, real_buffers
 from pardata.model._state_dict import load_sharded
 from pardata.model._torch_internals import parameters_of, uncompiled
 from pardata.model._unwrap import ShardedModule, unwrap
@@ -88,6 +86,24 @@ class FsdpStep(DistributedStep):
             yield
         finally:
             self.layer.set_requires_all_reduce(True)
+
+
+def average_buffers(buffers: Collection[Tensor], count: float, total: float | Tensor) -> None:
+    """Set buffers to their mean, weighted by each rank's `count`, and integer buffers to rank 0's.
+
+    Collective: one all-reduce and one broadcast.
+    """
+    floating = [buffer for buffer in buffers if buffer.is_floating_point()]
+    broadcast_coalesced(buffer for buffer in buffers if not buffer.is_floating_point())
+    if not floating:
+        return
+    # 0 times NaN is NaN, so a rank that counts 0 contributes zeros.
+    flat = torch.cat([buffer.double().reshape(-1) for buffer in floating])
+    flat = flat * count if count else torch.zeros_like(flat)
+    dist.all_reduce(flat)
+    flat /= total
+    for buffer, mean in zip(floating, flat.split([b.numel() for b in floating]), strict=True):
+        buffer.copy_(mean.view(buffer.shape))
 
 
 class FsdpStrategy(Strategy):
@@ -230,7 +246,7 @@ def _broadcast_buffers(module: nn.Module, _args: object, _output: object) -> Non
 
 
 _MARK = "_pardata_replaced"  # an attribute of replaced parameters
-_checked = WeakSet[Optimizer]()
+_checked = WeakSet[torch.optim.Optimizer]()
 
 
 def refuse_old_optimizers(replaced: Iterable[nn.Parameter]) -> None:
@@ -241,7 +257,7 @@ def refuse_old_optimizers(replaced: Iterable[nn.Parameter]) -> None:
     _watch()
 
 
-def _look(one: Optimizer, *_: object) -> None:
+def _look(one: torch.optim.Optimizer, *_: object) -> None:
     if one in _checked:
         return
     parameters = [parameter for group in one.param_groups for parameter in group["params"]]

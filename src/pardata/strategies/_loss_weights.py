@@ -21,9 +21,8 @@ from pardata.collectives._fingerprint import (
     fingerprint_slots,
     fingerprints_match,
 )
-from pardata.data._batch_utils import iter_tensors
+from pardata.data._batch import delivered, iter_tensors, num_samples
 from pardata.data._microbatches import Microbatches
-from pardata.data._sample_count import delivered, num_samples
 from pardata.environment._device import widest_float_dtype
 from pardata.environment._logger import get_logger
 from pardata.environment._world import cpu_group_and_device, world
@@ -289,8 +288,7 @@ class LossWeights(NamedTuple):
             return cls([Microbatch(batch, samples, 0)], 1, totals)
         counted = StepCounts(count or num_samples, [batch], [None])
         totals = counted.start(replicas, range(1), 1)
-        one = Microbatch(batch, counted.rows[0][""], 0, counted.rows[0])
-        return cls([one], 1, totals)
+        return cls([Microbatch(batch, counted.rows[0][""], 0, counted.rows[0])], 1, totals)
 
 
 def _constant(total: float) -> Callable[[], Counts]:

@@ -15,7 +15,7 @@ from pardata.data._microbatches import Microbatches
 from pardata.environment._device import sequence_number
 from pardata.environment._world import is_single_process, world
 from pardata.model._fsdp_utils import unsharded_parameters
-from pardata.model._grad_stash import BufferSnapshot, StashedGradients
+from pardata.model._grads_and_buffers import BufferSnapshot, StashedGradients
 from pardata.model._torch_internals import parameters_of, uncompiled
 from pardata.model._unwrap import wrapper_chain
 from pardata.rng._seeds import mix, run_seed
@@ -257,12 +257,6 @@ def microbatch_seed(batch: Any, number: int = 0) -> int:
     seed = torch.default_generator.initial_seed() if run_seed.seed is None else run_seed.seed
     rank = 0 if is_single_process() else world().rank
     return _mixed(seed, rank) + run_seed.calls
-
-
-def mark_drawn(batch: Any) -> None:
-    """Count a successful call of `backward` with these microbatches: the next has other seeds."""
-    if isinstance(batch, Microbatches):
-        batch.runs += 1
 
 
 @lru_cache(maxsize=16)

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,11 +13,10 @@ from torch import Tensor, nn
 from pardata._pytree import KeyPath, keystr, leaves_with_path, map_with_path
 from pardata.collectives._all_reduce import cast_like, shape_text, unflatten_like
 from pardata.collectives._fingerprint import Leaf, fingerprint_slots, fingerprints_match, number_of
-from pardata.data._batch_utils import iter_tensors
-from pardata.data._sample_count import num_samples
+from pardata.data._batch import iter_tensors, num_samples
 from pardata.environment._device import widest_float_dtype, without_wait
 from pardata.environment._world import store_client, world
-from pardata.store._round import exchange, raise_if_different
+from pardata.store._round import compare_facts
 from pardata.strategies._forward import scalar_loss, upcast
 from pardata.strategies._loss_weights import positive
 
@@ -242,8 +240,7 @@ class StepMetrics:
             "Call `backward` for each step of one loader, and let `loss_fn` return the same "
             "structure, on every rank."
         )
-        differ = partial(raise_if_different, "backward", cure=cure)
-        exchange(store_client(), "backward", facts, differ)
+        compare_facts(store_client(), "backward", facts, cure)
 
 
 def _addend(leaf: Leaf, sums: Tensor) -> Any:

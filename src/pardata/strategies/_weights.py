@@ -11,7 +11,7 @@ from pardata.collectives._comm_errors import explain_comm_errors
 from pardata.environment._world import require_world, store_client
 from pardata.model._state_dict import LoadedKeys
 from pardata.model._unwrap import unwrap
-from pardata.store._rank_format import format_rank_table
+from pardata.store._rank_errors import format_rank_table
 from pardata.store._round import raise_if_different, require_equal
 from pardata.strategies._wrap_model import strategy_of
 

@@ -16,8 +16,7 @@ from pardata.model._unwrap import ShardedModule, is_parallel, wrapper_chain
 from pardata.store._round import raise_if_different, require_equal
 from pardata.strategies._ddp import DdpStrategy
 from pardata.strategies._fsdp import FsdpStrategy
-from pardata.strategies._single_process import DpStrategy, NoneStrategy
-from pardata.strategies._strategy import Strategy, WrapOptions
+from pardata.strategies._strategy import DpStrategy, NoneStrategy, Strategy, WrapOptions
 from pardata.strategies.exact._exact import ExactStrategy
 
 StrategyName: TypeAlias = Literal["auto", "none", "dp", "ddp", "fsdp", "exact"]
@@ -225,8 +224,7 @@ def _facts_of(model: nn.Module, strategy: str, settings: WrapOptions) -> dict[st
     plain = {key: value for key, value in options.items() if isinstance(value, _PLAIN)}
     plain.pop("output_device", None)  # it differs between ranks
     facts: dict[str, object] = {"the strategy": strategy, "the options": plain}
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    for number, (name, tensor) in enumerate(tensors):
+    for number, (name, tensor) in enumerate([*model.named_parameters(), *model.named_buffers()]):
         trained = ", trained" if tensor.requires_grad else ""
         facts[name] = f"{number}: {tuple(tensor.shape)} {tensor.dtype}{trained}"
     return facts

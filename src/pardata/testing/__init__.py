@@ -5,7 +5,6 @@ its rank and traceback, and no rank hangs. ``assert_same_at_every_world_size(tra
 error with the first step and tensor in which training differs between world sizes, and by how much.
 """
 
-from pardata.testing._every_world_size import assert_same_at_every_world_size
-from pardata.testing._run import run
+from pardata.testing._run import assert_same_at_every_world_size, run
 
 __all__ = ["assert_same_at_every_world_size", "run"]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pardata._pytree import bytes_of
 from pardata.environment._device import widest_float_dtype
-from pardata.model._buffers import real_buffers
+from pardata.model._grads_and_buffers import real_buffers
 from pardata.strategies._loss_weights import Microbatch
 from pardata.strategies.exact._tree_all_reduce import IDENTITY, TreeLayout, TreeStack
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from pardata.collectives._fingerprint import CheckedCollective, WaitMinMax
 from pardata.data._microbatches import Microbatches
 from pardata.environment._world import cpu_group_and_device, world
-from pardata.model._grad_stash import StashedGradients
+from pardata.model._grads_and_buffers import StashedGradients
 from pardata.model._torch_internals import parameters_of
 from pardata.rng._rng_state import ForkedRng, default_generators, seed_generators
 from pardata.rng._seeds import mix, run_seed
-from pardata.store._remote_error import mark_secondary
+from pardata.store._rank_errors import mark_secondary
 from pardata.strategies._loss_weights import Microbatch, start_all_reduce
 from pardata.strategies._step import Step, active_step, microbatch_seed
 from pardata.strategies.exact._buffer_means import BufferMeans

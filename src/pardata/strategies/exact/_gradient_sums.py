@@ -6,7 +6,6 @@ Does not support sparse gradients, nor two gradients of a parameter in one backw
 import zlib
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 from weakref import ref
 
 import torch
@@ -43,7 +42,7 @@ class GradientSums:
         self._layouts: list[tuple[object, ...]] | None = None
         self._hook_parameters()
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return GradientSums, (self.module, self.threads)
 
     def _hook_parameters(self) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from on_ranks import run
 
-from pardata.store._remote_error import RemoteError, is_peer_failure, is_secondary, summary_line
+from pardata.store._rank_errors import RemoteError, is_peer_failure, is_secondary, summary_line
 
 
 class Odd(Exception):  # noqa: N818  # named for what it is
@@ -49,7 +49,7 @@ def test_an_exception_that_pickle_loses_comes_back_as_text(error, text):
     with pytest.raises(RuntimeError) as caught:
         raise travelled.to_exception()
     assert re.fullmatch(
-        rf"rank 3 failed in `rank_zero_call`: (test_remote_error\.)?{text}", str(caught.value)
+        rf"rank 3 failed in `rank_zero_call`: (test_rank_errors\.)?{text}", str(caught.value)
     )
 
 

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import IterableDataset, Subset, TensorDataset, get_worker_info
 
 from pardata import Microbatches
-from pardata.data._batch_utils import iter_tensors
+from pardata.data._batch import iter_tensors
 
 CPU, OTHER = torch.device("cpu"), torch.device("meta")
 Point = namedtuple("Point", ["x", "y"])  # noqa: PYI024  # the untyped kind must work too

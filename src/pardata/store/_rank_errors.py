@@ -1,11 +1,12 @@
-"""An exception of one rank as plain data, which other ranks can log or raise."""
+"""Errors that name ranks: an exception of one rank as plain data, lists and tables of ranks."""
 
 import base64
 import pickle
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -24,6 +25,7 @@ _TIMED_OUT = re.compile(r"[Tt]imed out waiting|wait timeout|operation timeout|So
 _LOST_BY_GPUS = re.compile(r"remote|connection|abort|\btime", re.IGNORECASE)  # not "runtime"
 _MOST = 2**16  # characters of a text, and bytes of a pickled exception
 _LINE_LENGTH = 2000
+_LONG = 4  # consecutive ranks from this number on are written as a range
 
 
 @dataclass(frozen=True)
@@ -49,9 +51,8 @@ class RemoteError:
     @classmethod
     def of(cls, error: BaseException, *, rank: int, call: str) -> "RemoteError":
         """Describe `error` so that other ranks can raise it."""
-        text = type_and_message(error)
         trace = "".join(traceback.format_exception(error))[-_MOST:]
-        return cls(rank, call, text, trace, _pickled(error), is_secondary(error))
+        return cls(rank, call, type_and_message(error), trace, _pickled(error), is_secondary(error))
 
     @property
     def summary(self) -> str:
@@ -132,3 +133,25 @@ def _pickled(error: BaseException) -> str | None:
     except Exception:  # noqa: BLE001  # the user's pickling may raise anything
         return None
     return base64.b64encode(data).decode() if same else None
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Write ``[1]`` as "rank 1" and ``[0, 2, 3, 4, 5]`` as "ranks 0, 2-5"."""
+    texts: list[str] = []
+    for _, numbered in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0]):
+        run = [rank for _, rank in numbered]
+        texts += [f"{run[0]}-{run[-1]}"] if len(run) >= _LONG else map(str, run)
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts)}"
+
+
+def format_rank_table(lines: Sequence[str]) -> str:
+    """Return a table of one text of each rank, with equal texts in one line.
+
+    >>> print(format_rank_table(["length=10", "length=9", "length=10"]))
+      ranks 0, 2: length=10
+      rank 1: length=9
+    """
+    sets: dict[str, list[int]] = {}
+    for rank, line in enumerate(lines):
+        sets.setdefault(line, []).append(rank)
+    return "\n".join(f"  {format_ranks(ranks)}: {line}" for line, ranks in sets.items())

@@ -1,17 +1,38 @@
-"""Context managers that move ``.grad`` aside during a step, and that restore buffers.
+"""The gradients and buffers that a step changes: moved aside, restored, broadcast.
 
 Does not copy gradients unless new ones would use their memory.
 """
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, suppress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pardata.environment._device import broadcast_together
 from pardata.model._torch_internals import direct_tensors
 
 _Gradient = tuple[nn.Parameter, Tensor]
+
+
+def broadcast_coalesced(tensors: Iterable[Tensor], group: Any = None) -> None:
+    """Set tensors to the values of rank 0. Collective, coalesced as by DDP."""
+    # As bytes, because gloo lacks some dtypes. By .data, because autograd may have saved a buffer.
+    held = [(tensor.data, tensor.data.contiguous()) for tensor in tensors]
+    if held:
+        broadcast_together([contiguous.view(-1).view(torch.uint8) for _, contiguous in held], group)
+    for tensor, contiguous in held:
+        if not tensor.is_contiguous():
+            tensor.copy_(contiguous)
+
+
+def real_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers by name, detached, complex ones viewed as real, as backends require."""
+    return {
+        name: torch.view_as_real(b.data) if b.is_complex() else b.data
+        for name, b in module.named_buffers()
+    }
 
 
 class StashedGradients(AbstractContextManager["StashedGradients"]):

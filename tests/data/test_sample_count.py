@@ -174,6 +174,16 @@ def test_nothing_is_kept_alive_and_what_is_gone_is_forgotten():
     assert len(delivered._batches) == before
 
 
+def test_a_tensor_with_the_id_of_one_that_is_gone_has_no_record():
+    anchors, gone = torch.zeros(3, 2), labels(7)
+    delivered.add((anchors, gone), ReadRecord(5, 1))
+    number = id(gone)
+    del gone
+    new = next(each for each in [labels(7) for _ in range(1000)] if id(each) == number)
+    assert delivered.get((anchors, new)) is None
+    assert num_samples((new, anchors)) == 7
+
+
 class Doubling(nn.Module):
     def __init__(self):
         super().__init__()

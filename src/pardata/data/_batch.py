@@ -138,13 +138,12 @@ class DeliveredBatches:
         held = [self._batches.get(id(column), (None, {}))[1] for column in _columns(batch)]
         if not held:
             return None
-        read, _ = held[0].get(_key(batch), (None, False))
-        common = (
-            held[0][key][0]
-            for key in reversed(held[0])
-            if held[0][key][1] and all(key in batches for batches in held)
-        )
-        return read or next(common, None)
+        key, first = _key(batch), held[0]
+        if key in first and not first[key][1]:
+            return first[key][0]
+        # All columns must have the record: a new tensor may have the id of one that is gone.
+        keys = (each for each in (key, *reversed(first)) if all(each in of for of in held))
+        return next((first[each][0] for each in keys if first[each][1]), None)
 
 
 delivered = DeliveredBatches()

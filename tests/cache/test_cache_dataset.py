@@ -22,7 +22,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from alike import equal
-from cache_zoo import LOOKS, NOT_LOOKED_AT, Point, Samples, at, contents, drawing, pair, unreadable
+from common_cache import (
+    LOOKS,
+    NOT_LOOKED_AT,
+    Point,
+    Samples,
+    at,
+    contents,
+    drawing,
+    pair,
+    unreadable,
+)
 from logged import log_of
 from on_ranks import caught, run, run_caught
 from PIL import Image
@@ -219,7 +229,7 @@ def test_ranks_with_other_data_sets_are_told_and_none_hangs(tmp_path, monkeypatc
     results = run(_disagreeing, directory and tmp_path / directory, world_size=size)
     for rank, found in enumerate(results):
         assert "but `the class` differs:\n" in found["class"].text
-        assert "Subset of cache_zoo.Samples" in found["class"].text
+        assert "Subset of common_cache.Samples" in found["class"].text
         told = "RuntimeError: rank 1 failed in `cache_dataset`: " if rank != 1 else ""
         assert str(found["empty"]).startswith(f"{told}ValueError: `dataset` must have")
         if rank == 1:

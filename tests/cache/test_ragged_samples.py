@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from alike import equal
-from cache_zoo import Samples, contents
+from common_cache import Samples, contents
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from on_ranks import run

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from alike import equal
-from cache_zoo import Point
+from common_cache import Point
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_zoo import Harm, paths, save_steps, sign
+from common_checkpoint import Harm, paths, save_steps, sign
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from logged import log_of

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_zoo import Thing, leftovers, limited, paths, save_steps, sharded, whole_steps
+from common_checkpoint import Thing, leftovers, limited, paths, save_steps, sharded, whole_steps
 from ctrl_c import ctrl_c, until
 from on_ranks import caught, run_caught
 from torch import nn

@@ -4,7 +4,7 @@ import signal
 import time
 
 import pytest
-from checkpoint_zoo import leftovers, whole_steps
+from common_checkpoint import leftovers, whole_steps
 
 from pardata import Checkpointer
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from alike import equal
-from checkpoint_zoo import STRATEGIES, Net, Run, Thing
+from common_checkpoint import STRATEGIES, Net, Run, Thing
 from logged import log_of
 from on_ranks import caught, run, run_caught
 from torch import nn

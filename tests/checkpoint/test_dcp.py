@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from checkpoint_zoo import Harm, Thing, leftovers, paths, sharded, sign
+from common_checkpoint import Harm, Thing, leftovers, paths, sharded, sign
 from logged import log_of
 from on_ranks import caught, run, run_caught
 from torch.distributed.checkpoint import FileSystemReader

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_zoo import leftovers, limited, paths, save_steps, whole_steps
+from common_checkpoint import leftovers, limited, paths, save_steps, whole_steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

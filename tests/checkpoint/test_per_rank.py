@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_zoo import Thing, leftovers, limited, paths, sharded, whole_steps
+from common_checkpoint import Thing, leftovers, limited, paths, sharded, whole_steps
 from logged import log_of
 from on_ranks import caught, run, run_caught
 from torch import nn

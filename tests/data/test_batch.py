@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from data_zoo import Numbers, loader_of, steps
+from common_data import Numbers, loader_of, steps
 from on_ranks import caught, run
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import IterableDataset, Subset, TensorDataset, get_worker_info

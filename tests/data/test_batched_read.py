@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from alike import equal
-from data_zoo import loader_of
+from common_data import loader_of
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from data_zoo import Numbers, flat, joined, loader_of, steps
+from common_data import Numbers, flat, joined, loader_of, steps
 from logged import log_of
 from on_ranks import run
 from torch.utils.data import (

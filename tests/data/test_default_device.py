@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from data_zoo import Count, Numbers, steps
+from common_data import Count, Numbers, steps
 from on_ranks import run
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, WeightedRandomSampler
 

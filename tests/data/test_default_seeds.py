@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from data_zoo import Numbers, at, flat, joined, steps
+from common_data import Numbers, at, flat, joined, steps
 from on_ranks import run
 
 from pardata import make_loader, seed_everything

@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from data_zoo import loader_of as any_loader_of
+from common_data import loader_of as any_loader_of
 from torch.utils.data import get_worker_info
 
 from pardata.data._device_prefetch import to_device

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from data_zoo import Numbers
+from common_data import Numbers
 from on_ranks import run_caught
 from torch.utils.data import TensorDataset
 

@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from data_zoo import ERRORS, Buffer, Count, at, flat, joined, loader_of, rows, steps
+from common_data import ERRORS, Buffer, Count, at, flat, joined, loader_of, rows, steps
 from logged import log_of
 from on_ranks import caught, run
 from torch.utils.data import IterableDataset, get_worker_info

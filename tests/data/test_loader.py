@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 import torch.distributed as dist
-from data_zoo import ERRORS, Count, Numbers, loader_of, place, rows, steps
+from common_data import ERRORS, Count, Numbers, loader_of, place, rows, steps
 from logged import log_of
 from on_ranks import caught, run
 

@@ -3,7 +3,7 @@
 import threading
 
 import pytest
-from data_zoo import Numbers, at, loader_of, place, steps
+from common_data import Numbers, at, loader_of, place, steps
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule

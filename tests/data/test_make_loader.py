@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from data_zoo import ByLength, Count, Numbers, Sized, flat
+from common_data import ByLength, Count, Numbers, Sized, flat
 from logged import log_of
 from on_ranks import run
 from torch.utils.data import (

@@ -7,7 +7,18 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 import torch
-from data_zoo import Buffer, Count, Drawing, Numbers, flat, joined, loader_of, rows, states, steps
+from common_data import (
+    Buffer,
+    Count,
+    Drawing,
+    Numbers,
+    flat,
+    joined,
+    loader_of,
+    rows,
+    states,
+    steps,
+)
 from logged import log_of
 from on_ranks import caught, run
 from torch.utils.data import (

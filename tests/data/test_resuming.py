@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from data_zoo import Numbers, at, flat, joined, loader_of, place, steps
+from common_data import Numbers, at, flat, joined, loader_of, place, steps
 from logged import log_of
 from on_ranks import run
 from torch.distributed.checkpoint.stateful import Stateful

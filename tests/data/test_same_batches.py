@@ -5,7 +5,7 @@ import math
 from itertools import pairwise
 
 import torch
-from data_zoo import Buffer, ByLength, Count, Permuted, Rotated, Sized, joined, loader_of, rows
+from common_data import Buffer, ByLength, Count, Permuted, Rotated, Sized, joined, loader_of, rows
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from on_ranks import caught, run

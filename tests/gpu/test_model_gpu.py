@@ -8,7 +8,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_zoo import Smooth, Spread, seeded
+from common_gpu import Smooth, Spread, seeded
 from on_ranks import caught, run
 from sharding import whole
 from torch import nn

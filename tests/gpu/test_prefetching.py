@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from gpu_zoo import SPIN, nothing_waits
+from common_gpu import SPIN, nothing_waits
 from torch.utils.data import Dataset, TensorDataset
 
 from pardata import make_loader

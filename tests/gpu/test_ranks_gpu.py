@@ -10,7 +10,7 @@ from itertools import chain
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_zoo import nothing_waits
+from common_gpu import nothing_waits
 from on_ranks import caught, run
 from torch.utils.data import IterableDataset
 

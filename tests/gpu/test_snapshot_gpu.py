@@ -6,7 +6,7 @@ Nothing here can be shown on a CPU. Run with ``pytest -m gpu`` on a machine with
 
 import pytest
 import torch
-from gpu_zoo import SPIN, nothing_waits
+from common_gpu import SPIN, nothing_waits
 
 from pardata.checkpoint._snapshot import HostCopies
 

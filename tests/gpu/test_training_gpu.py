@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  # the usual name
-from gpu_zoo import Smooth, nothing_waits, seeded
+from common_gpu import Smooth, nothing_waits, seeded
 from launched import launched
 from on_ranks import run
 from torch import nn

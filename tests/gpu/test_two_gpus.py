@@ -5,7 +5,7 @@ Run with ``pytest -m gpu`` on a machine with two GPUs, or with ``--device=sim``.
 
 import pytest
 import torch
-from gpu_zoo import Spread, late, nothing_waits, seeded
+from common_gpu import Spread, late, nothing_waits, seeded
 from torch.utils.data import TensorDataset
 
 from pardata import Checkpointer, all_reduce_mean, backward, make_loader, wrap_model

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-from model_zoo import batch, seeded
+from common_models import batch, seeded
 from on_ranks import run
 from torch import nn
 

@@ -10,11 +10,11 @@ from collections import namedtuple
 import pytest
 import torch
 import torch.distributed as dist
+from common_models import Net as Plain
+from common_models import batch, seeded, wrapped_as
 from hypothesis import given
 from hypothesis import strategies as st
 from logged import log_of
-from model_zoo import Net as Plain
-from model_zoo import batch, seeded, wrapped_as
 from on_ranks import caught, run, run_caught
 from torch import nn
 from torch.distributed.algorithms.join import Join

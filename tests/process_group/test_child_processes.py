@@ -1,6 +1,6 @@
 """Traps of starting processes, each one started for real."""
 
-from launch_zoo import torchrun
+from common_launch import torchrun
 from processes import without_gloo
 
 CHILD = r"""

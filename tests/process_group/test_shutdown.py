@@ -2,7 +2,7 @@
 
 import re
 
-from launch_zoo import run_all
+from common_launch import run_all
 from launched import slurm_variables, torchrun_variables
 
 SCRIPT = """

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from launch_zoo import run_all, torchrun
+from common_launch import run_all, torchrun
 from launched import launched, slurm_variables, torchrun_variables
 from logged import kept
 from torch import nn

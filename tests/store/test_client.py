@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from common_store import clients
 from ctrl_c import ctrl_c
 from launched import launched, slurm_variables
 from on_ranks import caught
 from processes import wait_for
-from ranks_zoo import clients
 
 import pardata
 from pardata.store import _client

@@ -8,8 +8,8 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from common_store import LONG, clients, together
 from on_ranks import caught
-from ranks_zoo import LONG, clients, together
 
 from pardata.store._round import abort_rounds, exchange, lead
 

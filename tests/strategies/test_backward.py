@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  # the usual name
-from gradient_zoo import (
+from common_gradients import (
     CLOSE,
     Net,
     cut,

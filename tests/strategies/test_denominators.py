@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  # the usual name
-from gradient_zoo import CLOSE, Net, cut, gradients, network, off, pieces, rows_of
+from common_gradients import CLOSE, Net, cut, gradients, network, off, pieces, rows_of
 from logged import log_of
 from on_ranks import caught, run
 from torch import nn

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from gradient_zoo import cut, gradients, pieces, squared_error
+from common_gradients import cut, gradients, pieces, squared_error
 from on_ranks import caught, run
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook

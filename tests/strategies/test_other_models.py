@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from gradient_zoo import cut, gradients, pieces
+from common_gradients import cut, gradients, pieces
 from on_ranks import caught, run, run_caught
 from sharding import whole
 from torch import nn

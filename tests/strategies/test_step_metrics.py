@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  # the usual name
-from gradient_zoo import (
+from common_gradients import (
     CLOSE,
     cut,
     gradients,

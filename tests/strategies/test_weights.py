@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from model_zoo import Net, wrapped_as
+from common_models import Net, wrapped_as
 from on_ranks import caught, run, run_caught
 from safetensors.torch import save_file
 from torch import nn

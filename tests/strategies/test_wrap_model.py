@@ -8,8 +8,8 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from common_models import batch, seeded, smooth
 from logged import log_of
-from model_zoo import batch, seeded, smooth
 from on_ranks import caught, run, run_caught
 from sharding import whole
 from torch import nn

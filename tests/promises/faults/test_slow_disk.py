@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "checkpoint"))
-from checkpoint_zoo import Run
+from common_checkpoint import Run
 from launched import launched
 
 from pardata import Checkpointer, init

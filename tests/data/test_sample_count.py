@@ -174,7 +174,7 @@ def test_nothing_is_kept_alive_and_what_is_gone_is_forgotten():
     assert len(delivered._batches) == before
 
 
-def test_a_tensor_with_the_id_of_one_that_is_gone_has_no_record():
+def test_a_tensor_with_the_id_of_a_gone_one_has_no_record():
     anchors, gone = torch.zeros(3, 2), labels(7)
     delivered.add((anchors, gone), ReadRecord(5, 1))
     number = id(gone)

@@ -66,7 +66,9 @@ def variables(job, rank, nodes):
 
 def test_the_pods_train_as_one_process_does(alone, folder):
     require_namespaces()
-    name, replicas = JOB["metadata"]["name"], JOB["spec"]["pytorchReplicaSpecs"]
+    job = copy.deepcopy(JOB)
+    job["spec"]["nprocPerNode"] = "1"
+    name, replicas = job["metadata"]["name"], job["spec"]["pytorchReplicaSpecs"]
     pods = [f"{name}-{kind.lower()}-0" for kind in replicas]
     with hosts(*pods) as both, ExitStack() as stack:
         started = []
@@ -78,10 +80,10 @@ def test_the_pods_train_as_one_process_does(alone, folder):
             command += [EXAMPLES.parent / script, *container["args"]]
             command += [*MNIST[1:], "--run-dir", folder / "run"]  # the last of two counts
             with (folder / f"pod{rank}.txt").open("w") as log:
-                agent = start(*host.command(*command), stdout=log, **variables(JOB, rank, 2))
+                agent = start(*host.command(*command), stdout=log, **variables(job, rank, 2))
             started.append(stack.enter_context(ended(agent)))
         codes = [agent.wait(timeout=300) for agent in started]
         printed = "".join(file.read_text() for file in sorted(folder.glob("pod*.txt")))
     assert codes == [0, 0], printed
-    assert joined(printed) == "world size 4, nodes 2, launcher torchrun"
+    assert joined(printed) == "world size 2, nodes 2, launcher torchrun"
     assert fingerprint(printed) == alone

@@ -91,7 +91,7 @@ from pardata import init
 
 folder, name = Path(sys.argv[1]), sys.argv[2]
 try:
-    with init(timeout=timedelta(seconds=30)) as here:
+    with init(timeout=timedelta(seconds=20)) as here:
         (folder / f"{name} joined {here.rank}").touch()
         while name == "first" and not (folder / "second ended").exists():
             time.sleep(0.1)

@@ -73,7 +73,8 @@ def ended_well(*started):
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGUSR2", marks=pytest.mark.soak)])
-@pytest.mark.parametrize("starts", ["forkserver", "spawn"])  # test_slurm.py forks workers
+# test_slurm.py forks workers.
+@pytest.mark.parametrize("starts", ["forkserver", pytest.param("spawn", marks=pytest.mark.soak)])
 def test_a_signal_of_torchrun_stops_a_run_that_has_workers(starts, name, folder):
     options = ["--standalone", "--nproc-per-node=2", "--signals-to-handle=SIGTERM,SIGUSR2"]
     with (folder / "out").open("w") as file:

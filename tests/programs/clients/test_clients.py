@@ -36,7 +36,7 @@ EXACT = {"folder": ["--exact", 4], "chars": ["--strategy", "exact"], "gan": ["--
 # In float64 and without dropout, whose noise is each rank's own, only rounding is left.
 # Batch norm without microbatches depends on the number of processes, so a model without it.
 ROUNDED = {
-    "folder": ["--arch", "resnet18", "--norm", "group", "--size", 32],
+    "folder": ["--arch", "resnet18", "--norm", "group", "--size", 16],
     "chars": ["--dropout", 0],
     "gan": ["--dropout", 0],
 }

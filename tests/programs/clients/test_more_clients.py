@@ -32,7 +32,7 @@ PLAIN = {
     "lm": ["--epochs", 2, "--batch-size", 12, "--dropout", 0],
     "tars": ["--epochs", 2],
     "imagenet": [
-        *("--arch", "resnet18", "--norm", "group", "--size", 32, "--epochs", 2),
+        *("--arch", "resnet18", "--norm", "group", "--size", 16, "--epochs", 2),
         *("--batch-size", 14, "--workers", 0, "--lr", 0.02),
     ],
 }

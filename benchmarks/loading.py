@@ -231,7 +231,14 @@ def main() -> None:
     if args.samples is not None and args.samples < BATCH:
         made.error(f"--samples must be {BATCH} or more, for one batch, but is {args.samples}")
     report = Report(__file__, args.save)
-    init(device="cpu")  # as a user would
+    with init(device="cpu"):  # as a user would
+        measure(args, report)
+    if report.tables:
+        report.save()
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
+    """Measure the loaders of each kind of images that is there."""
     every = {
         "mnist": (mnist(args.data_dir, args.samples), "--data-dir"),
         "affine": (mnist_affine(args.data_dir, args.samples), "--data-dir"),
@@ -246,8 +253,6 @@ def main() -> None:
             title = f"{images.title}: batches of {BATCH}, {args.rounds} measurements of each loader"
             report.add(title, "samples/s", compare(name, images, args, directory))
         print("batches of all loaders: of the same form; cached images: the same", flush=True)
-    if report.tables:
-        report.save()
 
 
 if __name__ == "__main__":

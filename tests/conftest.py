@@ -6,6 +6,7 @@ import random
 import signal
 import tempfile
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 
 import forked
@@ -29,9 +30,9 @@ IMPORTED = {"programs": ("torchvision", "sklearn.datasets")}
 # Files of these packages that call nothing of PyTorch that changes: not on the oldest versions.
 OF_ANY_VERSION = {
     *("test_same_batches.py", "test_plan.py", "test_loader_state.py", "test_sample_count.py"),
-    *("test_shuffle.py", "test_batch_utils.py", "test_changing_data.py", "test_held_objects.py"),
+    *("test_shuffle.py", "test_batch.py", "test_changing_data.py", "test_held_objects.py"),
     *("test_cache_dataset.py", "test_ragged_samples.py", "test_wait_timer.py"),
-    *("test_uncaught_exceptions.py", "test_watchdog.py", "test_hang.py", "test_loss_weights.py"),
+    *("test_uncaught_exceptions.py", "test_watchdog.py", "test_loss_weights.py"),
 }
 # Files of few tests that take long, the longest first.
 LONGEST = (
@@ -44,6 +45,7 @@ LONGEST = (
 )
 HERE = Path(__file__).parent
 assert {path.name for path in HERE.iterdir()}.issuperset(MARKS)
+assert {path.name for path in HERE.glob("*/test_*.py")} >= OF_ANY_VERSION
 
 # A shell in the background has all that it starts ignore an interrupt. Here it cleans up.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -70,7 +72,8 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     # pytest-xdist would hand out the files of fewest tests last, however long these take.
     config.option.loadscopereorder = False
-    forked.preloaded += IMPORTED.get(config.option.markexpr, ())
+    wanted = IMPORTED.get(config.option.markexpr, ())
+    forked.preloaded += [name for name in wanted if find_spec(name.partition(".")[0])]
     if hasattr(config, "workerinput"):
         forked.use_folder(config.workerinput["programs"])
 

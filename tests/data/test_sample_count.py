@@ -184,6 +184,16 @@ def test_a_tensor_with_the_id_of_a_gone_one_has_no_record():
     assert num_samples((new, anchors)) == 7
 
 
+def test_batches_that_share_a_part_and_changed_nested_ones_keep_their_records():
+    mask, batches = torch.zeros(7), [[labels(7), {"t": labels(7)}] for _ in range(12)]
+    for number, batch in enumerate(batches):
+        batch.append(mask)
+        delivered.add(batch, ReadRecord(number + 1, 1))
+    assert [delivered.get(batch).samples for batch in batches] == [*range(1, 13)]
+    batches[3][1]["t"] = labels(7)
+    assert delivered.get(batches[3]).samples == 4
+
+
 class Doubling(nn.Module):
     def __init__(self):
         super().__init__()

@@ -76,7 +76,7 @@ def run(fn, *args, world_size=2, timeout=_PATIENCE, env=None, fresh=False) -> li
     `fresh` asks for ranks that nobody had before, as an `env` does: for what is of a whole process,
     or breaks the group on purpose.
     """
-    _start_server()
+    start_server()
     if fresh or env:
         return testing.run(fn, *args, world_size=world_size, timeout=timeout, env=env)
     job = pickle.dumps((fn, args))
@@ -90,7 +90,7 @@ def run(fn, *args, world_size=2, timeout=_PATIENCE, env=None, fresh=False) -> li
 
 
 @functools.cache
-def _start_server() -> None:
+def start_server() -> None:
     """Start the server that forks ranks, with pytest imported too, as most test modules do."""
     if "forkserver" in multiprocessing.get_all_start_methods():
         from multiprocessing import forkserver  # which cannot be imported on Windows

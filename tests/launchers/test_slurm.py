@@ -86,6 +86,13 @@ def test_ranks_that_slurm_spreads_unevenly_know_their_place(slurm):
     ]
 
 
+def test_the_doctor_checks_all_tasks_and_prints_once(slurm):
+    printed = slurm.run("srun", "-N", 2, "-n", 4, PYTHON, "-m", "pardata", "check")
+    assert printed.count("4 ranks met, backend gloo") == 1
+    rows = re.findall(r"rank (\d+) +\S+, node (\d+), local rank (\d+), cpu", printed)
+    assert [tuple(map(int, row)) for row in rows] == [(0, 0, 0), (1, 0, 1), (2, 0, 2), (3, 1, 0)]
+
+
 def test_a_plain_python_in_an_allocation_is_a_single_process(slurm, folder):
     single = "rank 0/1 local 0/1 node 0/1 single sum 1\n"
     assert single in slurm.run("salloc", "-n", 2, PYTHON, WHO)

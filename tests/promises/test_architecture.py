@@ -32,7 +32,7 @@ LONGEST_FILE, LONGEST_FUNCTION = 300, 40
 MOST_FILES, FEWEST_LINES = 94, 20
 # Imported by multiprocessing's fork server, in which it changes the signals of all children.
 SMALL = {"pardata.data._fork_server"}
-MOST_LINES = 8_867
+MOST_LINES = 8_878
 
 
 def imported(name):

@@ -108,6 +108,20 @@ class ReadRecord(NamedTuple):
     size: int
 
 
+class _Entry(NamedTuple):
+    """A record in `DeliveredBatches`.
+
+    Attributes:
+        read: the record.
+        by_columns: whether some columns of the batch suffice to find it.
+        parts: the parts of the batch. While they live, no other object has their ids.
+    """
+
+    read: ReadRecord
+    by_columns: bool
+    parts: list[weakref.ref[Any]]
+
+
 class DeliveredBatches:
     """The records of batches that loaders have delivered, found by the ids of their parts.
 
@@ -117,19 +131,21 @@ class DeliveredBatches:
 
     def __init__(self) -> None:
         # By the id of a column: a weak reference to it, and the batches with it, by the hash of
-        # their parts' ids. Each has its record, and whether some of its columns suffice to find it.
-        self._batches: dict[int, tuple[weakref.ref[Any], dict[int, tuple[ReadRecord, bool]]]] = {}
+        # their parts' ids.
+        self._batches: dict[int, tuple[weakref.ref[Any], dict[int, _Entry]]] = {}
 
     def add(self, batch: Any, read: ReadRecord) -> None:
         """Add the record of `batch`, before the loop gets it."""
         key, columns = _key(batch), _columns(batch)
         are_samples = is_list(batch) and len(batch) == read.samples and _are_alike(batch)
+        parts = [] if are_samples else [part for part in _parts(batch) if _has_weakrefs(part)]
+        entry = _Entry(read, not are_samples, [weakref.ref(part) for part in parts])
         for column in columns[:1] if are_samples else columns:
             if (number := id(column)) not in self._batches:
                 self._batches[number] = weakref.ref(column, partial(self._batches.pop, number)), {}
             batches = self._batches[number][1]
             batches.pop(key, None)  # the newest is last
-            batches[key] = read, not are_samples
+            batches[key] = entry
             if len(batches) > _MOST:
                 del batches[next(iter(batches))]
 
@@ -138,29 +154,39 @@ class DeliveredBatches:
         held = [self._batches.get(id(column), (None, {}))[1] for column in _columns(batch)]
         if not held:
             return None
-        key, first = _key(batch), held[0]
-        if key in first and not first[key][1]:
-            return first[key][0]
-        # All columns must have the record: a new tensor may have the id of one that is gone.
-        keys = (each for each in (key, *reversed(first)) if all(each in of for of in held))
-        return next((first[each][0] for each in keys if first[each][1]), None)
+        entry = held[0].get(_key(batch))
+        if entry is not None and all(part() is not None for part in entry.parts):
+            return entry.read
+        common = (
+            entry.read
+            for key, entry in reversed(held[0].items())
+            if entry.by_columns and all(key in batches for batches in held)
+        )
+        return next(common, None)
 
 
 delivered = DeliveredBatches()
 
 
+def _parts(batch: Any) -> Sequence[Any]:
+    if isinstance(batch, list | tuple):
+        return batch
+    return [*batch.values()] if isinstance(batch, dict) else [batch]
+
+
 def _key(batch: Any) -> int:
     """Return a hash of the ids of the parts of `batch`."""
-    if isinstance(batch, list | tuple):
-        return hash(tuple(map(id, batch)))
-    return hash(tuple(map(id, batch.values()))) if isinstance(batch, dict) else hash((id(batch),))
+    return hash(tuple(map(id, _parts(batch))))
+
+
+def _has_weakrefs(part: Any) -> bool:
+    """Whether this can be weakly referenced: no number, no string, no list and no dict can."""
+    return bool(type(part).__weakrefoffset__)
 
 
 def _columns(batch: Any) -> list[Any]:
     """Return the first weakly referenceable object of each part of `batch`."""
-    parts = [*batch.values()] if isinstance(batch, dict) else batch
-    firsts = map(_first, parts[:_MOST] if isinstance(parts, list | tuple) else [batch])
-    return [first for first in firsts if type(first).__weakrefoffset__]  # not numbers, nor texts
+    return [*filter(_has_weakrefs, map(_first, _parts(batch)[:_MOST]))]
 
 
 def _first(batch: Any) -> Any:
@@ -168,10 +194,9 @@ def _first(batch: Any) -> Any:
     part = batch
     while isinstance(part, list | tuple | dict) and part:
         part = next(iter(part.values())) if isinstance(part, dict) else part[0]
-    if type(part).__weakrefoffset__:
+    if _has_weakrefs(part):
         return part
-    candidates = (leaf for _, leaf in leaves_with_path(batch) if type(leaf).__weakrefoffset__)
-    return next(candidates, None)
+    return next((leaf for _, leaf in leaves_with_path(batch) if _has_weakrefs(leaf)), None)
 
 
 def num_samples(batch: Any, read: int | None = None) -> int:

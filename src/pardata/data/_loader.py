@@ -1,4 +1,4 @@
-"""The loader: iterates over epochs, and saves and restores its position at any step."""
+"""The loader: iterates over epochs, measures its waits, saves and restores its position."""
 
 import sys
 import time

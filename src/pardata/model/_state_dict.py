@@ -1,4 +1,4 @@
-"""Reads state dicts from files, maps their names to those of a module, and loads them."""
+"""Reads state dicts from files, maps their names to those of a module, shards and loads them."""
 
 import os
 from collections import Counter, OrderedDict
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pardata._validation import type_with_article
 from pardata.environment._world import require_world, store_client
@@ -52,13 +52,16 @@ def load_sharded(model: nn.Module, given: object, *, strict: bool, assign: bool)
 
 
 def shard_like(value: Any, template: Any) -> Any:
-    """Return a tensor sharded like the DTensor `template`, if both have the same shape."""
+    """Return a tensor sharded like the DTensor `template`, if both have the same shape.
+
+    Each rank takes its shard of its own `value`, which is the same on every rank.
+    """
     if not hasattr(template, "device_mesh") or hasattr(value, "device_mesh"):
         return value
     # Already imported if the model is sharded.
     from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415  # takes 0.5 s
 
-    if getattr(value, "shape", None) != template.shape:
+    if not isinstance(value, Tensor) or value.shape != template.shape:
         return value  # load_state_dict() raises for it
     full = value.detach().to(template.device)
     return distribute_tensor(full, template.device_mesh, template.placements, src_data_rank=None)

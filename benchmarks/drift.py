@@ -138,8 +138,7 @@ def draw(path: Path, found: dict[str, list[dict[str, Any]]]) -> None:
         if strategy == "exact":
             below.text(0.5, 0.5, "0 at every step", ha="center", transform=below.transAxes)
     panels[0, 0].set_ylabel("training loss, mean of 10 steps")
-    first_size = found["ddp"][0]["size"]
-    panels[1, 0].set_ylabel(f"loss of a step, difference from {first_size} process")
+    panels[1, 0].set_ylabel(f"loss of a step, difference from {found['ddp'][0]['size']} process")
     figure.savefig(path, dpi=120)
     plt.close(figure)
     print(f"drawn in {path}")

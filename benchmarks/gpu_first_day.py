@@ -323,8 +323,7 @@ def compared(
 ) -> Findings:
     """Measure and count a step of each contender, whose ratios are to the first."""
     calls = {name: partial(timed, block) for name, block in blocks.items()}
-    if place.is_full:
-        alternate(calls, 1)  # DDP arranges its buckets after the first step
+    alternate(calls, int(place.is_full))  # DDP arranges its buckets after the first step
     times = alternate(calls, place.rounds)
     theirs = next(iter(times.values()))
     for name, ours in times.items():

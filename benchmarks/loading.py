@@ -239,15 +239,12 @@ def main() -> None:
 
 def measure(args: argparse.Namespace, report: Report) -> None:
     """Measure the loaders of each kind of images that is there."""
-    every = {
-        "mnist": (mnist(args.data_dir, args.samples), "--data-dir"),
-        "affine": (mnist_affine(args.data_dir, args.samples), "--data-dir"),
-        "cifar": (cifar(args.cifar_dir, args.samples), "--cifar-dir"),
-    }
+    every = {"mnist": (mnist, "data"), "affine": (mnist_affine, "data"), "cifar": (cifar, "cifar")}
     for name in args.tables:
-        images, option = every[name]
+        kind, where = every[name]
+        images = kind(vars(args)[f"{where}_dir"], args.samples)
         if not images.directory.is_dir():
-            print(f"\n{images.title}: left out, as there is no {images.directory}; see {option}")
+            print(f"\n{images.title}: left out without {images.directory}; see --{where}-dir")
             continue
         with tempfile.TemporaryDirectory() as directory:
             title = f"{images.title}: batches of {BATCH}, {args.rounds} measurements of each loader"

@@ -188,8 +188,8 @@ def test_loading_compares_with_data_loader_and_the_limit_whatever_else_is_instal
 
 def test_loading_leaves_out_what_is_not_there_and_says_so(tmp_path):
     text = output_of(tmp_path, "loading.py", "--data-dir", tmp_path, "--cifar-dir", tmp_path)
-    assert f"MNIST: left out, as there is no {tmp_path / 'MNIST' / 'raw'}; see --data-dir" in text
-    assert f"left out, as there is no {tmp_path / 'train'}; see --cifar-dir" in text
+    assert f"MNIST: left out without {tmp_path / 'MNIST' / 'raw'}; see --data-dir" in text
+    assert f"left out without {tmp_path / 'train'}; see --cifar-dir" in text
     assert table_rows(text) == []
     assert not any(tmp_path.iterdir())
 

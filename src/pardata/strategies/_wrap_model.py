@@ -15,8 +15,9 @@ from pardata.model._torch_internals import BatchNorm
 from pardata.model._unwrap import ShardedModule, is_parallel, wrapper_chain
 from pardata.store._round import raise_if_different, require_equal
 from pardata.strategies._ddp import DdpStrategy
+from pardata.strategies._dp import DpStrategy
 from pardata.strategies._fsdp import FsdpStrategy
-from pardata.strategies._strategy import DpStrategy, NoneStrategy, Strategy, WrapOptions
+from pardata.strategies._strategy import NoneStrategy, Strategy, WrapOptions
 from pardata.strategies.exact._exact import ExactStrategy
 
 StrategyName: TypeAlias = Literal["auto", "none", "dp", "ddp", "fsdp", "exact"]

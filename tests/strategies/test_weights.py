@@ -6,6 +6,7 @@ What is refused, and in which words: `tests/promises/misuse_models.py`.
 import hashlib
 import re
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -170,17 +171,24 @@ def _spoiled_on_one_rank():
     load_weights(model, seeded(1).state_dict() if dist.get_rank() else 5)
 
 
+UNLOADABLE = {
+    "a shape": (torch.ones(9), "size mismatch for last.weight: copying a param with shape"),
+    "an array": (np.ones((3, 8)), "expected torch.Tensor or Tensor-like object from checkpoint"),
+}
+
+
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_wrong_shape_on_rank_0_raises_on_every_rank(size):
-    for raised in run_caught(_misshapen_on_rank_0, world_size=size):
+@pytest.mark.parametrize("what", UNLOADABLE)
+def test_a_wrong_value_on_rank_0_raises_on_every_rank(what, size):
+    for raised in run_caught(_wrong_on_rank_0, what, world_size=size):
         assert raised.type == "RuntimeError"
-        assert "size mismatch for last.weight: copying a param with shape" in raised.text
+        assert UNLOADABLE[what][1] in raised.text
 
 
-def _misshapen_on_rank_0():
+def _wrong_on_rank_0(what):
     model, state = wrap_model(seeded(0), "fsdp"), seeded(1).state_dict()
     if dist.get_rank() == 0:
-        state["last.weight"] = torch.ones(9)
+        state["last.weight"] = UNLOADABLE[what][0]
     load_weights(model, state)
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from pardata.data._batch import iter_tensors
+from pardata.model._grads_and_buffers import StashedGradients
 from pardata.model._torch_internals import direct_tensors, uncompiled
 
 # ruff: noqa: SLF001  # can go with a torch that has `reset_iter_state` (2.15):
@@ -53,25 +54,31 @@ def reshard(module: nn.Module) -> None:
         part.reshard()
 
 
+def reset_iter_state(module: nn.Module) -> None:
+    """Reset the state of FSDP, which a forward or a backward outside of `backward` may have left.
+
+    PyTorch's reset is for an iteration that failed, and drops ``.grad``. Here it stays.
+    """
+    with StashedGradients([parameter.sharded_param for parameter in _sharded(module)]):
+        reset_after_error(module)
+
+
 def reset_after_error(module: Any) -> None:
     """Drop all gradients and reset the state of FSDP after a failed step."""
-    for parameter in _sharded(module):
-        # A property from torch 2.15 on.
-        if not hasattr(type(parameter), "unsharded_accumulated_grad"):
-            parameter.unsharded_accumulated_grad = None
-        if hasattr(parameter, "_unsharded_param"):  # PyTorch's reset does not clear it
-            parameter._unsharded_param.grad = None
-    reset_iter_state(module)
-
-
-def reset_iter_state(module: Any) -> None:
-    """Reset the state of FSDP after a forward without a backward, or a backward that failed."""
     if not _states(module) or module._get_fsdp_state()._is_root is None:  # before the first forward
         return
     if hasattr(module, "reset_iter_state"):
         module.reset_iter_state()
-        return
-    for state, groups in _states(module):  # the same for torch before 2.15
+    else:
+        _reset_before_2_15(module)
+
+
+def _reset_before_2_15(module: nn.Module) -> None:
+    for parameter in _sharded(module):
+        parameter.sharded_param.grad = parameter.unsharded_accumulated_grad = None
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.grad = None
+    for state, groups in _states(module):
         for one in (state, *groups):
             one._training_state = type(one._training_state).IDLE
         state._state_ctx.iter_forward_root = None
@@ -87,6 +94,14 @@ def reset_iter_state(module: Any) -> None:
 def unsharded_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Return the unsharded parameters, of which autograd makes gradients."""
     return [p._unsharded_param for p in _sharded(module) if hasattr(p, "_unsharded_param")]
+
+
+def has_unreduced_gradients(module: nn.Module) -> bool:
+    """Return whether a backward that failed, or did not synchronize, has left gradients."""
+    left = [parameter.grad for parameter in unsharded_parameters(module)]
+    left += [parameter.unsharded_accumulated_grad for parameter in _sharded(module)]
+    left += [group._partial_reduce_output for _, groups in _states(module) for group in groups]
+    return any(gradient is not None for gradient in left)
 
 
 def _sharded(module: nn.Module) -> list[Any]:

@@ -21,7 +21,13 @@ from pardata._validation import check_int
 from pardata.data._batch import uneven_shares
 from pardata.environment._device import checked_device
 from pardata.environment._logger import get_logger
-from pardata.model._fsdp_utils import materialize, reset_after_error, reset_iter_state, reshard_hook
+from pardata.model._fsdp_utils import (
+    has_unreduced_gradients,
+    materialize,
+    reset_after_error,
+    reset_iter_state,
+    reshard_hook,
+)
 from pardata.model._grads_and_buffers import StashedGradients, broadcast_coalesced, real_buffers
 from pardata.model._state_dict import load_sharded
 from pardata.model._torch_internals import parameters_of, uncompiled
@@ -45,9 +51,17 @@ class FsdpStep(DistributedStep):
 
     def _prepare(self) -> None:
         super()._prepare()
+        is_left = has_unreduced_gradients(self.layer)
         # After an evaluation without no_grad(), or a failed step of another model that ran this
         # one.
         reset_iter_state(self.layer)
+        if is_left:
+            raise RuntimeError(
+                "all gradients of the model must be reduced, but a loss.backward() that failed, or "
+                "that ran after set_requires_gradient_sync(False) or set_requires_all_reduce(False)"
+                ", has left some that are not, which are dropped now: accumulate by several calls "
+                "of `backward` before optimizer.step()"
+            )
         for name, parameter in self.layer.named_parameters():
             mesh = getattr(parameter, "device_mesh", None)
             if mesh is None and parameter.requires_grad:

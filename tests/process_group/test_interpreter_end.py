@@ -87,7 +87,6 @@ os.kill(host, signal.SIGSTOP)
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="stops a process by SIGSTOP")
-@pytest.mark.skipif(sys.version_info[:2] == (3, 12), reason="starts no thread at its end")
 def test_a_rank_ends_though_the_process_of_the_store_is_stopped(programs, tmp_path):
     with reserved_port() as port:
         _stopped, other = (

@@ -92,7 +92,7 @@ def test_a_signal_while_a_request_starts_does_not_repeat_it(monkeypatch):
 
     def interrupted(thread):
         start(thread)
-        thread.join()
+        wait_for(lambda: begun, often=0.02)
         raise RuntimeError("a worker is killed")
 
     with monkeypatch.context() as patch:

@@ -57,7 +57,7 @@ def write(
         if parts and world.is_main:
             import torch.distributed.checkpoint as dcp  # noqa: PLC0415  # slow to import
 
-            # From the file: `dcp.save` of torch 2.9 returns it without `storage_data`.
+            # From the file: `dcp.save` of torch 2.11 returns it without `storage_data`.
             metadata = dcp.FileSystemReader(folder).read_metadata()
             metadata.storage_meta = None  # it holds the path of the temporary folder
         for path in folder.glob(f"__{world.rank}_*"):  # PyTorch's names of a rank's files

@@ -87,20 +87,15 @@ def has_getitems(dataset: object) -> bool:
     return hasattr(dataset, "__getitems__")
 
 
-# torch 2.9 has no index_select of unsigned dtypes.
-_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-
-
 def take_rows(tensor: Tensor, indices: Tensor) -> Tensor:
     """Return ``tensor[indices]``, of shape (len(indices), …), by the faster ``index_select``."""
     if tensor.device != indices.device:
         # On a GPU an index out of range would be a device-side assertion, which ends the process.
         indices = without_wait(_from_the_front(indices, len(tensor)), tensor.device)
-    if (signed := _SIGNED.get(tensor.dtype)) is not None:
-        return take_rows(tensor.view(signed), indices).view(tensor.dtype)
     try:
         return tensor.index_select(0, indices)
-    except IndexError:  # an index is negative or out of range
+    # An index is negative or out of range; or the dtype is unsigned, which torch 2.11 lacks.
+    except (IndexError, NotImplementedError):
         return tensor[indices]
 
 

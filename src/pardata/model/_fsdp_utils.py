@@ -98,10 +98,10 @@ def unsharded_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 def has_unreduced_gradients(module: nn.Module) -> bool:
     """Return whether a backward that failed, or did not synchronize, has left gradients."""
-    left = [parameter.grad for parameter in unsharded_parameters(module)]
-    left += [parameter.unsharded_accumulated_grad for parameter in _sharded(module)]
-    left += [group._partial_reduce_output for _, groups in _states(module) for group in groups]
-    return any(gradient is not None for gradient in left)
+    found = [parameter.grad for parameter in unsharded_parameters(module)]
+    found += [parameter.unsharded_accumulated_grad for parameter in _sharded(module)]
+    found += [group._partial_reduce_output for _, groups in _states(module) for group in groups]
+    return any(gradient is not None for gradient in found)
 
 
 def _sharded(module: nn.Module) -> list[Any]:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-# ruff: noqa: SLF001  # see above; `queue_callback` can go when pytorch/pytorch#66199 is done
+# ruff: noqa: SLF001  # see above; `_execution_engine` can go with torch 2.14
 
 BatchNorm: TypeAlias = nn.modules.batchnorm._BatchNorm  # the base class of all batch norms
 # As torch.compiler.disable, which imports all of dynamo: can go with pytorch/pytorch#104317.
@@ -54,7 +54,10 @@ def set_versions(state: Any, versions: Mapping[str, Any]) -> None:
 
 def at_end_of_backward(action: Callable[[], None]) -> None:
     """Run `action` at the end of the current backward, after callbacks queued earlier."""
-    torch.autograd.Variable._execution_engine.queue_callback(action)  # as DDP does
+    if torch.__version__ < "2.15":
+        torch.autograd.Variable._execution_engine.queue_callback(action)  # as DDP does
+    else:
+        torch.autograd.graph.queue_callback(action)
 
 
 def in_backward() -> bool:

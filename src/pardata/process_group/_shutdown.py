@@ -180,7 +180,7 @@ def _write_elastic_error_file(text: str) -> None:
 def _hold_groups(_groups: object) -> None:
     """Hold references to process groups until the process ends, in a thread that never ends.
 
-    When a gloo group is destroyed, torch 2.9 waits for its collectives until the group's timeout.
-    It can go with torch 2.14, which does not wait.
+    When the interpreter destroys a gloo group, torch before 2.14 waits for its collectives until the
+    group's timeout.
     """
     Event().wait()

@@ -4,8 +4,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
-from threading import Thread, main_thread
-from typing import TypeVar
+from queue import SimpleQueue
+from threading import Thread
+from typing import TypeAlias, TypeVar
 
 import torch.distributed as dist
 
@@ -13,6 +14,7 @@ from pardata.store._caller import call_site
 from pardata.store._rank_errors import mark_secondary
 
 _T = TypeVar("_T")
+Requests: TypeAlias = SimpleQueue[Callable[[], None] | None]  # None ends the thread
 
 SERVER = "the process that serves the group's store (rank 0, or torchrun's agent)"
 # Seconds that a request may take in addition to its wait, because a loaded server is slow. A server
@@ -40,14 +42,19 @@ class StoreClient:
     size: int
     rounds: int = 0
     closed: str = ""
-    _is_held: bool = False  # an unfinished thread has the connection's lock
+    _requests: Requests | None = None  # of the thread that has the connection
+    _is_held: bool = False  # an unfinished request has the connection's lock
+
+    def __del__(self) -> None:
+        if self._requests is not None:
+            self._requests.put(None)
 
     def request(self, work: Callable[[dist.Store], _T], wait: timedelta = _NO_WAIT) -> _T:
         """Return ``work(store)``, which may wait for other ranks for `wait`.
 
-        It runs in a thread, so that Ctrl-C and the deadline work: torch waits forever for a store
-        whose process is stopped (pytorch/pytorch#129367). An unfinished thread holds the lock of
-        its connection, so the next request opens a new connection.
+        It runs in the client's thread, so that Ctrl-C and the deadline work: torch waits forever
+        for a store whose process is stopped (pytorch/pytorch#129367). An unfinished request holds
+        the lock of its connection, so the next one opens a new connection, in a new thread.
 
         Raises:
             TimeoutError: the store does not answer.
@@ -63,7 +70,7 @@ class StoreClient:
                 answer.set_exception(error)
 
         try:
-            _start(run)
+            self._submit(run)
             self.store, found = answer.result(wait.total_seconds() + _MARGIN)
             held = False
         except dist.DistNetworkError as error:
@@ -77,14 +84,22 @@ class StoreClient:
         finally:
             self._is_held = held or not answer.done()
 
+    def _submit(self, run: Callable[[], None]) -> None:
+        if self._requests is not None and not self._is_held:
+            self._requests.put(run)
+            return
+        if self._requests is not None:
+            self._requests.put(None)
+        self._requests = Requests()
+        self._requests.put(run)
+        # One thread for all requests, because at the interpreter's exit Python 3.12 starts none.
+        Thread(target=_serve, args=[self._requests], daemon=True).start()
 
-def _start(run: Callable[[], None]) -> None:
-    try:
-        Thread(target=run, daemon=True).start()
-    except RuntimeError:
-        if main_thread().is_alive():
-            raise  # raised by a signal's handler: the thread may have started
-        run()  # from Python 3.12 on, no thread can start at interpreter exit
+
+def _serve(requests: Requests) -> None:
+    while (run := requests.get()) is not None:
+        run()
+        del run  # which holds the answer
 
 
 def wait_for(store: dist.Store, keys: list[str], timeout: timedelta) -> bool:

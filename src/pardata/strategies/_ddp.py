@@ -37,7 +37,7 @@ class TransparentDDP(TransparentWrapper, DistributedDataParallel):
         self.__dict__.update(_forward_runs=False, _expects_backward=False)
         self._assign_modules_buffers()  # PyTorch does not if it delays all reductions
         if options.get("init_sync", True):
-            self._broadcast_buffers()  # torch 2.9 does not without `broadcast_buffers`
+            self._broadcast_buffers()  # torch before 2.13 does not without `broadcast_buffers`
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; the backward of a synchronised training forward broadcasts the buffers.

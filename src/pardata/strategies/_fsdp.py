@@ -51,16 +51,16 @@ class FsdpStep(DistributedStep):
 
     def _prepare(self) -> None:
         super()._prepare()
-        is_left = has_unreduced_gradients(self.layer)
+        is_unreduced = has_unreduced_gradients(self.layer)
         # After an evaluation without no_grad(), or a failed step of another model that ran this
         # one.
         reset_iter_state(self.layer)
-        if is_left:
+        if is_unreduced:
             raise RuntimeError(
-                "all gradients of the model must be reduced, but a loss.backward() that failed, or "
-                "that ran after set_requires_gradient_sync(False) or set_requires_all_reduce(False)"
-                ", has left some that are not, which are dropped now: accumulate by several calls "
-                "of `backward` before optimizer.step()"
+                "`backward` must find no gradients that are not reduced, but a loss.backward() "
+                "that failed, or that ran after set_requires_gradient_sync(False) or "
+                "set_requires_all_reduce(False), has made some, which are dropped now: to "
+                "accumulate, call `backward` several times before optimizer.step()"
             )
         for name, parameter in self.layer.named_parameters():
             mesh = getattr(parameter, "device_mesh", None)

@@ -14,6 +14,7 @@ import on_ranks
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from private_names import ROWS
 
 from pardata import __version__
 from pardata.environment._launchers import MPICH, OPEN_MPI, SLURM, TORCHRUN
@@ -108,6 +109,15 @@ def pytest_collection_finish():
 
 def pytest_report_header():
     return f"pardata {__version__}, torch {torch.__version__}, {os.cpu_count()} cores"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    """Name the private names of torch that a red test shows."""
+    report, test = (yield), item.nodeid.partition("[")[0]
+    if report.failed and (names := ", ".join(str(row) for row in ROWS if test in row.tests)):
+        report.sections.append(("Private names of torch", f"may have changed: {names}"))
+    return report
 
 
 def pytest_itemcollected(item):

@@ -115,7 +115,7 @@ def test_a_state_loads_into_another_loader_of_the_run(workers):
             ranks = run(_resume, before, state, world_size=size)
             assert joined([found for found, _ in ranks]) == whole[0][2:]
             assert {after["seed"] for _, after in ranks} == {state["seed"]}
-    again = shuffled(num_workers=2)
+    again = shuffled(num_workers=2, persistent_workers=True)
     steps(again)  # its workers live on
     again.load_state_dict(state)
     assert [steps(again), steps(again)] == [whole[0][2:], whole[1]]

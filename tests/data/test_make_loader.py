@@ -185,13 +185,13 @@ def test_arguments_are_handed_on():
         "timeout": 7.5,
         "prefetch_factor": 3,
         "multiprocessing_context": multiprocessing.get_context("spawn"),
-        "persistent_workers": False,
+        "persistent_workers": True,
         "worker_init_fn": _note_worker,
         "pin_memory": False,
     }
     loader = inside(make_loader(range(4), 2, **handed))
     assert {name: getattr(loader, name) for name in handed} == handed
-    assert inside(make_loader(range(4), 2, num_workers=1)).persistent_workers is True
+    assert inside(make_loader(range(4), 2, num_workers=1)).persistent_workers is False
 
 
 @pytest.mark.filterwarnings("ignore:'pin_memory'")  # newer PyTorch warns where there is no GPU

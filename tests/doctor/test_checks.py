@@ -1,6 +1,7 @@
 """What `python -m pardata env` says of launchers and of a machine, with limits on both sides."""
 
 import os
+import re
 import resource
 import warnings
 from pathlib import Path
@@ -11,8 +12,11 @@ import pytest
 import torch
 from launched import slurm_variables, torchrun_variables
 from on_ranks import run_caught
+from places import ROOT
 from pretended import accelerators
+from torch.torch_version import TorchVersion
 
+from pardata import __version__
 from pardata.doctor._checks import environment, shared_memory
 from pardata.environment._launchers import SINGLE, detect_launch
 
@@ -116,6 +120,18 @@ def test_mps_is_shown_with_its_memory_and_backend(monkeypatch):
     monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 24 * GIB)
     with accelerators(1, kind="mps"):
         check(found("GPUs"), OK, "1 x mps, 24 GiB; backend gloo")
+
+
+def test_a_torch_that_is_newer_than_those_of_ci_is_a_warning(monkeypatch):
+    files = [(ROOT / ".ci" / f"{which}.txt").read_text() for which in ("oldest", "newest")]
+    oldest, newest = (re.search("^torch[=>]=(.*)$", text, re.MULTILINE)[1] for text in files)
+    for torch_here, status in [(f"{newest}.1", OK), ("99.0.0", WARNING)]:
+        monkeypatch.setattr(torch, "__version__", TorchVersion(torch_here))
+        finding = found("versions")
+        check(finding, status, f"pardata {__version__}, torch {torch_here}, Python ")
+        assert finding.text.endswith(f"; tested with torch {oldest} and {newest}")
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    assert f"| torch | {oldest} | {newest} |" in page
 
 
 def test_more_ranks_than_cores_are_a_warning():

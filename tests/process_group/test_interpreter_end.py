@@ -2,7 +2,6 @@
 
 import re
 import signal
-import sys
 
 import pytest
 from launched import agent, reserved_port, slurm_variables, torchrun_variables

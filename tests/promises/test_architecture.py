@@ -154,41 +154,6 @@ def test_arithmetic_and_variables_know_no_other_file_and_nothing_distributed(nam
     assert "from torch" not in text
 
 
-# Of each part of torch one file may use private names; DDP has a subclass too. What torch documents
-# in spite of an underscore may stand anywhere: keys of a state_dict, and the functions of lists.
-PRIVATE = {
-    *("environment._device", "model._torch_internals", "model._fsdp_utils", "model._transparent"),
-    *("strategies._ddp", "strategies._ddp_reducer"),
-}
-DOCUMENTED = re.compile(
-    r"_(_.*|orig_mod|extra_state|foreach_\w+|pardata_\w+"
-    r"|asdict|fields|replace|exit|getframe|current_frames)"
-)
-
-
-def names_of_ours():
-    nodes = [node for tree in TREES.values() for node in ast.walk(tree)]
-    named = ast.FunctionDef | ast.ClassDef
-    ours = {node.name for node in nodes if isinstance(node, named)}
-    ours |= {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
-    return ours | {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-
-
-def test_few_files_use_private_names_of_torch():
-    ours, found = names_of_ours(), {}
-    for name, tree in TREES.items():
-        for node in ast.walk(tree):
-            used = [getattr(node, "attr", None) or getattr(node, "value", None)]
-            if isinstance(node, ast.ImportFrom) and not node.module.startswith("pardata"):
-                used = [alias.name for alias in node.names]
-            for one in used:
-                is_private = isinstance(one, str) and one.startswith("_") and one.isidentifier()
-                if is_private and one not in ours and not DOCUMENTED.fullmatch(one):
-                    found.setdefault(name.removeprefix("pardata."), set()).add(one)
-    assert found.keys() <= PRIVATE, found
-    assert len(PRIVATE) <= 6
-
-
 # --- sizes
 
 

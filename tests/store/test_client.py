@@ -86,13 +86,12 @@ def test_an_interrupted_wait_holds_up_no_later_request():
     assert server.get("later") == b"yes"
 
 
-def test_a_signal_while_a_request_starts_does_not_repeat_it(monkeypatch):
+def test_a_request_that_a_signal_interrupts_at_its_start_is_not_made(monkeypatch):
     # PyTorch's handler of SIGCHLD raises a RuntimeError when a worker is killed.
     start, begun = threading.Thread.start, []
 
     def interrupted(thread):
         start(thread)
-        wait_for(lambda: begun, often=0.02)
         raise RuntimeError("a worker is killed")
 
     with monkeypatch.context() as patch:
@@ -101,4 +100,4 @@ def test_a_signal_while_a_request_starts_does_not_repeat_it(monkeypatch):
         with pytest.raises(RuntimeError, match="a worker is killed"):
             client.request(lambda _: begun.append(1))
     client.request(lambda _: begun.append(2))
-    assert begun == [1, 2]
+    assert begun == [2]

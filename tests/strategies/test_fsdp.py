@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch._dynamo.utils
 from logged import log_of
-from on_ranks import run
+from on_ranks import caught, run
 from sharding import whole
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
@@ -269,7 +269,40 @@ def test_ignored_parameters_are_not_sharded_and_come_from_rank_0(kind):
         assert torch.equal(weight, ranks[0][2])
 
 
-# --- gradients of several microbatches ---
+# --- gradients of several calls and microbatches ---
+
+
+def accumulated(microbatch_size, options):
+    """Accumulate between other passes; return the distance from PyTorch's, and an error."""
+    plain, model = seeded(), wrap_model(seeded(), "fsdp", **options)
+    rows = torch.randn(24, 8, generator=torch.Generator().manual_seed(1)).double()
+    for batch in make_loader(TensorDataset(rows), 8, microbatch_size=microbatch_size):
+        model(rows)  # an evaluation without no_grad()
+        broken = model.last.register_forward_hook(lambda *_: 1 / 0)
+        assert caught(model, rows).type == "ZeroDivisionError"
+        broken.remove()
+        backward(model, mean_loss, batch)
+    for part in rows.split(8):
+        mean_loss(plain, [part]).backward()
+    model.set_requires_gradient_sync(False)
+    model(rows).sum().backward()
+    model.set_requires_gradient_sync(True)
+    text = caught(backward, model, mean_loss, batch).text
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    return max((whole(p.grad) - q.grad).abs().max().item() for p, q in pairs), text
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 1])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_no_gradient_is_lost_between_steps(size, microbatch_size):
+    for options in ({}, {"blocks": "auto", "replicate": size}):
+        for distance, text in run(accumulated, microbatch_size, options, world_size=size):
+            assert distance < 1e-12
+            assert text == (
+                "all gradients must be reduced before a step, but a loss.backward() that failed, "
+                "or ran without gradient synchronization, has made others, which are dropped now: "
+                "to accumulate, call `backward` several times before optimizer.step()"
+            )
 
 
 def held_in_each_microbatch(replicate):

@@ -11,11 +11,11 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from pardata.environment._device import without_wait
 
-# --- changes of a dataset, and the default device
+# --- the parts of a dataset, and the default device
 
 
 def datasets_in(dataset: Any) -> Iterator[Any]:
@@ -26,18 +26,6 @@ def datasets_in(dataset: Any) -> Iterator[Any]:
     elif isinstance(dataset, ConcatDataset):
         for joined in dataset.datasets:
             yield from datasets_in(joined)
-
-
-def outline(dataset: Any) -> list[Any]:
-    """Return a list that changes with the length, an attribute, or a Subset's indices."""
-    # Compared by id, and held, so that the id is not reused.
-    held = [
-        value for one in datasets_in(dataset) for value in getattr(one, "__dict__", {}).values()
-    ]
-    picked = (one.indices for one in datasets_in(dataset) if isinstance(one, Subset))
-    lists = [[*indices] for indices in picked if isinstance(indices, list)]
-    length = None if isinstance(dataset, IterableDataset) else len(dataset)
-    return [length, *((id(value), value) for value in held), *lists]
 
 
 def cpu_default_device() -> AbstractContextManager[Any]:

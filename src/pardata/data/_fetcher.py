@@ -98,12 +98,11 @@ class MapFetcher(Dataset[Any]):
 
     def __init__(self, dataset: Any, collation: Collator) -> None:
         self.dataset, self.collation = dataset, collation
-        self.find_batch_reader()
         self._by_items = has_getitems(dataset)
         self._epoch = -1  # the last argument of the dataset's ``set_epoch``
 
     def find_batch_reader(self) -> None:
-        """Find the function that reads whole batches; called again if the dataset has changed."""
+        """Find the function that reads whole batches of the dataset as it is now."""
         collates = self.collation.collate_fn is not None
         self._batch_reader = None if collates else batch_reader(self.dataset)
 

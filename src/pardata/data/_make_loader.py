@@ -113,7 +113,8 @@ def make_loader(
             Samples that are None count nothing: it must leave them out.
         options: for the ``DataLoader``: `pin_memory`, `timeout`, `worker_init_fn`,
             `multiprocessing_context`, `prefetch_factor` and `persistent_workers`. By default
-            batches that go to a GPU are pinned, and workers are kept across epochs.
+            batches that go to a GPU are pinned, and each epoch starts new workers, which read the
+            dataset as it is then. Persistent workers keep the dataset of the first epoch.
 
     Raises:
         TypeError: the dataset cannot be indexed, or a size is no integer.

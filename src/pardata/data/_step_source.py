@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from pardata._validation import check_int
 from pardata.collectives._stop_signal import is_stop_signal
-from pardata.data._batched_read import batch_reader, cpu_default_device, outline
+from pardata.data._batched_read import batch_reader, cpu_default_device
 from pardata.data._loader_state import Position
 from pardata.environment._device import has_streams
 from pardata.environment._logger import flush_output
@@ -75,8 +75,7 @@ def worker_options(
     pin_memory = options.pop("pin_memory", has_streams(device))
     # DataLoader cannot pin a tensor on a GPU, which a dataset in this process may return.
     ours = pin_memory and number == 0 and torch.accelerator.is_available()
-    defaults = {"num_workers": number, "persistent_workers": number > 0}
-    return {**defaults, **options, "pin_memory": pin_memory and not ours}, ours
+    return {"num_workers": number, **options, "pin_memory": pin_memory and not ours}, ours
 
 
 def _check_they_can_send() -> None:
@@ -110,7 +109,6 @@ class StepSource:
         self._ranks, self._options = ranks, options
         self.digest: str | None = None
         self.workers: DataLoader[Any] | None = None
-        self._outline: list[Any] = outline(reader.dataset)
         self.renew_workers()
 
     def renew_workers(self) -> None:
@@ -134,17 +132,13 @@ class StepSource:
                 f"`dataset` must keep the {had} samples that it had when its loader was made, but "
                 f"has {length}: make a new loader, or pass a `sampler`, whose length may change"
             )
+        self.reader.find_batch_reader()  # a Subset may have other indices than before
         self.requests.seek(start)
         self.digest = self.requests.epoch.digest
         return self._start_epoch(start.epoch, lambda: map(self.reader.__getitem__, self.requests))
 
     def _start_epoch(self, epoch: int, read: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Return the steps of this epoch: from workers, which start at once, else from `read`."""
-        if (outline_now := outline(self.reader.dataset)) != self._outline:
-            self._outline = outline_now  # persistent workers have copies of the old dataset
-            if self.requests is not None:
-                self.reader.find_batch_reader()
-            self.renew_workers()
         if self.workers is None:
             return read()
         # DataLoader draws the base seed of its workers from this generator, not from the default

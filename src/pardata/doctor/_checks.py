@@ -28,6 +28,7 @@ _GIB = 2**30
 _SHARED_MEMORY = "/dev/shm"  # noqa: S108  # a mount point, no temporary file
 _LEAST_SHARED_MEMORY = _GIB  # a few batches fill a container's default of 64 MB
 _FEWEST_FILES = 1024  # the default of most systems; each tensor sent by a worker takes one
+_TESTED = ("2.11", "2.15")  # versions of torch in CI
 _TIMES_SMALL, _TIMES_LARGE = 200, 5  # repetitions of a measurement
 _LARGE = 2**21  # float32 numbers, 8 MiB: takes 0.01 s on one host, 1 s over 100 Mbit/s
 _LARGE_ON_GPU = 2**24  # 64 MiB, which is enough to saturate the links between GPUs
@@ -50,8 +51,10 @@ def environment(launch: LaunchInfo, env: Mapping[str, str]) -> Iterator[Finding]
         usage = shutil.disk_usage(_SHARED_MEMORY)
         yield shared_memory(usage.total, usage.free)
     yield from _open_files()
-    versions = f"pardata {__version__}, torch {torch.__version__}"
-    yield Finding("versions", f"{versions}, Python {platform.python_version()}")
+    text = f"pardata {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+    is_newer = torch.__version__ >= f"{_TESTED[-1]}.99"
+    cure = f"torch {_TESTED[-1]}, if something fails, and a report" * is_newer
+    yield Finding("versions", f"{text}; tested with torch {' and '.join(_TESTED)}", cure)
 
 
 def _launcher(launch: LaunchInfo, env: Mapping[str, str]) -> Finding:

@@ -54,10 +54,9 @@ def set_versions(state: Any, versions: Mapping[str, Any]) -> None:
 
 def at_end_of_backward(action: Callable[[], None]) -> None:
     """Run `action` at the end of the current backward, after callbacks queued earlier."""
-    if torch.__version__ < "2.15":
-        torch.autograd.Variable._execution_engine.queue_callback(action)  # as DDP does
-    else:
-        torch.autograd.graph.queue_callback(action)
+    is_public = torch.__version__ >= "2.15"
+    engine: Any = torch.autograd.graph if is_public else torch.autograd.Variable._execution_engine
+    engine.queue_callback(action)
 
 
 def in_backward() -> bool:

@@ -138,7 +138,9 @@ def _fail(error: BaseException, state: GroupState) -> None:
     try:
         abort_rounds(state.client, _report(error, state))
     finally:
-        Thread(target=_hold_groups, args=[all_groups()], daemon=True).start()
+        # It holds the groups until the process ends: when the interpreter destroys a gloo group,
+        # torch before 2.14 waits for its collectives until the group's timeout.
+        Thread(target=lambda _: Event().wait(), args=[all_groups()], daemon=True).start()
     release_store(state.client, _PATIENCE, hosts_store=state.hosts_store)
 
 
@@ -175,12 +177,3 @@ def _write_elastic_error_file(text: str) -> None:
         extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
         with suppress(OSError):  # the error itself matters more
             Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
-
-
-def _hold_groups(_groups: object) -> None:
-    """Hold references to process groups until the process ends, in a thread that never ends.
-
-    When the interpreter destroys a gloo group, torch before 2.14 waits for its collectives until the
-    group's timeout.
-    """
-    Event().wait()

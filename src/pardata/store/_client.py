@@ -42,12 +42,8 @@ class StoreClient:
     size: int
     rounds: int = 0
     closed: str = ""
-    _requests: Requests | None = None  # of the thread that has the connection
+    _requests: Requests | None = None  # those of the client's thread
     _is_held: bool = False  # an unfinished request has the connection's lock
-
-    def __del__(self) -> None:
-        if self._requests is not None:
-            self._requests.put(None)
 
     def request(self, work: Callable[[dist.Store], _T], wait: timedelta = _NO_WAIT) -> _T:
         """Return ``work(store)``, which may wait for other ranks for `wait`.
@@ -84,22 +80,23 @@ class StoreClient:
         finally:
             self._is_held = held or not answer.done()
 
-    def _submit(self, run: Callable[[], None]) -> None:
-        if self._requests is not None and not self._is_held:
-            self._requests.put(run)
-            return
+    def __del__(self) -> None:
         if self._requests is not None:
             self._requests.put(None)
-        self._requests = Requests()
-        self._requests.put(run)
+
+    def _submit(self, run: Callable[[], None]) -> None:
         # One thread for all requests, because at the interpreter's exit Python 3.12 starts none.
-        Thread(target=_serve, args=[self._requests], daemon=True).start()
+        if self._requests is None or self._is_held:
+            self.__del__()  # its thread ends after the request
+            self._requests = Requests()
+            Thread(target=_serve, args=[self._requests], daemon=True).start()
+        self._requests.put(run)
 
 
 def _serve(requests: Requests) -> None:
     while (run := requests.get()) is not None:
         run()
-        del run  # which holds the answer
+        del run  # it holds the answer
 
 
 def wait_for(store: dist.Store, keys: list[str], timeout: timedelta) -> bool:

@@ -14,13 +14,7 @@ from pardata.data._batch import iter_tensors, uneven_shares
 from pardata.model._grads_and_buffers import StashedGradients, broadcast_coalesced
 from pardata.model._torch_internals import at_end_of_backward, parameters_of, uncompiled
 from pardata.model._transparent import TransparentWrapper, forbid_unsynced_forward
-from pardata.strategies._ddp_reducer import (
-    Payload,
-    ReducedParameters,
-    compare_gradients,
-    payload_for,
-    reset_reducer,
-)
+from pardata.strategies import _ddp_reducer as reducer
 from pardata.strategies._loss_weights import Microbatch
 from pardata.strategies._step import SEEN, DistributedStep, active_model, active_step, bare_forward
 from pardata.strategies._strategy import Strategy, WrapOptions
@@ -90,7 +84,7 @@ class TransparentDDP(TransparentWrapper, DistributedDataParallel):
             self._compared.add(self._reduced.trained)
             names = {parameter: name for name, parameter in self.module.named_parameters()}
             named = [(names[p], p) for p in self._reduced.parameters if p in names]
-            compare_gradients(named, self.process_group)
+            reducer.compare_gradients(named, self.process_group)
 
     def _has_unequal_buffers(self) -> bool:
         # By the module's mode, because unwrap(model).train() does not set the wrapper's.
@@ -113,8 +107,8 @@ class TransparentDDP(TransparentWrapper, DistributedDataParallel):
         self._assign_modules_buffers()
 
     @cached_property
-    def _payload(self) -> Payload | None:
-        return payload_for(self)
+    def _payload(self) -> reducer.Payload | None:
+        return reducer.payload_for(self)
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
@@ -131,7 +125,7 @@ class TransparentDDP(TransparentWrapper, DistributedDataParallel):
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
         parameters, sparse = super()._build_params_for_reducer()
-        self.__dict__["_reduced"] = ReducedParameters(self, parameters, sparse)
+        self.__dict__["_reduced"] = reducer.ReducedParameters(self, parameters, sparse)
         self.__dict__["_compared"] = set[tuple[bool, ...]]()
         return parameters, sparse
 
@@ -172,7 +166,7 @@ class DdpStep(DistributedStep):
     """Step of "ddp": every rank runs at least one microbatch, and DDP reduces in the last one."""
 
     min_microbatches = 1
-    _payload: Payload | None = None
+    _payload: reducer.Payload | None = None
 
     def _prepare(self) -> None:
         if not self.layer.require_backward_grad_sync:
@@ -200,7 +194,7 @@ class DdpStep(DistributedStep):
                 yield
                 self._finish()
             except BaseException:
-                reset_reducer(self.layer)
+                reducer.reset_reducer(self.layer)
                 raise
             finally:
                 if self._payload is not None:
@@ -216,7 +210,7 @@ class DdpStep(DistributedStep):
         if vars(self.layer).pop("_expects_backward", False) and self.loss_weights.most > 1:
             # After a forward without a backward, as in an evaluation without no_grad(), PyTorch
             # would reduce in the next backward even under no_sync(), and perhaps not on every rank.
-            reset_reducer(self.layer)
+            reducer.reset_reducer(self.layer)
 
     def _finish(self) -> None:
         """Raise unless all gradients were reduced. Collective in the first step."""
@@ -234,7 +228,7 @@ class DdpStep(DistributedStep):
         if self._is_transparent:
             self.layer._compare_gradients()
         if vars(self.layer).get("_stays_arranged"):
-            reset_reducer(self.layer)
+            reducer.reset_reducer(self.layer)
 
     def check(self, loss: Tensor) -> None:
         is_first = self.size > 1 and SEEN not in vars(self.layer)

@@ -21,13 +21,7 @@ from pardata._validation import check_int
 from pardata.data._batch import uneven_shares
 from pardata.environment._device import checked_device
 from pardata.environment._logger import get_logger
-from pardata.model._fsdp_utils import (
-    has_unreduced_gradients,
-    materialize,
-    reset_after_error,
-    reset_iter_state,
-    reshard_hook,
-)
+from pardata.model import _fsdp_utils as fsdp_utils
 from pardata.model._grads_and_buffers import StashedGradients, broadcast_coalesced, real_buffers
 from pardata.model._state_dict import load_sharded
 from pardata.model._torch_internals import parameters_of, uncompiled
@@ -51,16 +45,15 @@ class FsdpStep(DistributedStep):
 
     def _prepare(self) -> None:
         super()._prepare()
-        is_unreduced = has_unreduced_gradients(self.layer)
+        is_unreduced = fsdp_utils.has_unreduced_gradients(self.layer)
         # After an evaluation without no_grad(), or a failed step of another model that ran this
         # one.
-        reset_iter_state(self.layer)
+        fsdp_utils.reset_iter_state(self.layer)
         if is_unreduced:
             raise RuntimeError(
-                "`backward` must find no gradients that are not reduced, but a loss.backward() "
-                "that failed, or that ran after set_requires_gradient_sync(False) or "
-                "set_requires_all_reduce(False), has made some, which are dropped now: to "
-                "accumulate, call `backward` several times before optimizer.step()"
+                "all gradients must be reduced before a step, but a loss.backward() that failed, "
+                "or ran without gradient synchronization, has made others, which are dropped now: "
+                "to accumulate, call `backward` several times before optimizer.step()"
             )
         for name, parameter in self.layer.named_parameters():
             mesh = getattr(parameter, "device_mesh", None)
@@ -88,7 +81,7 @@ class FsdpStep(DistributedStep):
                         average_buffers(buffers, self.metrics.count, self.metrics.total)
             except BaseException:
                 # It drops earlier gradients too, which `StashedGradients` restores next.
-                reset_after_error(self.layer)
+                fsdp_utils.reset_after_error(self.layer)
                 raise
 
     @contextmanager
@@ -175,7 +168,8 @@ class FsdpStrategy(Strategy):
         # Only ignored parameters, because it keeps tensors in memory.
         made: dict[Tensor, Tensor] = {}
         for part in (*blocks, module):  # one by one, so a device holds at most one unsharded block
-            made |= {old: new for old, new in materialize(part, target).items() if old in ignored}
+            moved = fsdp_utils.materialize(part, target)
+            made |= {old: new for old, new in moved.items() if old in ignored}
             # fully_shard shards each rank's weights, and does not broadcast rank 0's, as DDP does.
             broadcast_weights(part)
             if ignored:
@@ -185,7 +179,7 @@ class FsdpStrategy(Strategy):
                 part.register_forward_hook(_refuse_dataclass)
         new = set(module.parameters())
         refuse_old_optimizers(p for one in before if (p := one()) is not None and p not in new)
-        module.register_forward_hook(reshard_hook)
+        module.register_forward_hook(fsdp_utils.reshard_hook)
         if settings.world.size > 1:
             module.register_forward_hook(_broadcast_buffers)
             vars(module)[_EQUAL] = True

@@ -12,12 +12,7 @@ from torch.nn.grad import conv2d_input, conv2d_weight
 
 from pardata._pytree import sha256_of
 from pardata.environment._device import kernel_settings, properties_of, widest_float_dtype
-from pardata.model._torch_internals import (
-    fail_past_recompile_limit,
-    has_dynamic_sizes,
-    is_compiled_in_place,
-    modules_and_parameters,
-)
+from pardata.model import _torch_internals as internals
 from pardata.model._unwrap import unwrap
 
 # Options of torch.compile that choose kernels by measured speed.
@@ -42,9 +37,9 @@ def numerics_error(model: nn.Module, threads: int) -> RuntimeError | None:
     For a compiled model it also lets dynamo raise at its limit of recompilations, in the whole
     process. Past the limit, ranks would run different sizes uncompiled. Evaluations count as well.
     """
-    parts, parameters = modules_and_parameters(model)
+    parts, parameters = internals.modules_and_parameters(model)
     if any("dynamo_ctx" in part.__dict__ for part in parts):
-        fail_past_recompile_limit()
+        internals.fail_past_recompile_limit()
     texts = (*_wrong_settings(parameters, threads), *_wrong_compilations(parts))
     return RuntimeError(f"under strategy 'exact' {texts[0]}") if texts else None
 
@@ -72,9 +67,9 @@ def _wrong_compilations(parts: Iterable[nn.Module]) -> Iterator[str]:
         context = part.__dict__.get("dynamo_ctx")
         options = getattr(context, "compiler_config", None) or {}
         timed = [name for name in _TIMED if options.get(name) and not options.get("deterministic")]
-        if is_compiled_in_place(part):
+        if internals.is_compiled_in_place(part):
             how = "in place, where that cannot be seen"
-        elif context is not None and has_dynamic_sizes(context):
+        elif context is not None and internals.has_dynamic_sizes(context):
             how = "without it, so that kernels may depend on the sizes that came before"
         elif timed:
             how = f"with {timed[0]}, so that kernels are chosen by their speed"

@@ -177,7 +177,7 @@ class ScaledStream(IterableDataset):
 
 @pytest.mark.parametrize(("workers", "persists"), [(0, None), (2, None), (2, True)])
 @pytest.mark.parametrize("kind", [lambda: Scaled(4), ScaledStream])
-def test_new_workers_read_a_dataset_as_it_is_and_persistent_ones_do_not(kind, workers, persists):
+def test_new_workers_read_the_dataset_anew_and_persistent_ones_do_not(kind, workers, persists):
     data = kind()
     loader = loader_of(data, 4, num_workers=workers, persistent_workers=persists)
     found = [steps(loader)]

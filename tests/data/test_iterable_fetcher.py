@@ -327,7 +327,9 @@ class OnceSharded(Once):
 
 def _three_epochs(kind, workers):
     sharded = kind is OnceSharded
-    loader = loader_of(kind(), 8, num_workers=workers, sharded=sharded)
+    persists = True if workers else None  # new workers would read it again
+    options = {"num_workers": workers, "persistent_workers": persists}
+    loader = loader_of(kind(), 8, sharded=sharded, **options)
     return [caught(steps, loader) for _ in range(3)]
 
 

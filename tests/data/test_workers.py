@@ -254,7 +254,8 @@ def test_other_processes_are_ended_by_sigterm_as_ever():
 
 def error_that_holds_a_loader():
     """Return an error of an epoch with a worker: its traceback leads to the loader, as a cycle."""
-    loader = make_loader(range(8), 2, batch_transform=len, num_workers=1)
+    options = {"num_workers": 1, "persistent_workers": True}
+    loader = make_loader(range(8), 2, batch_transform=len, **options)
     kept = None
     for _ in loader:
         try:

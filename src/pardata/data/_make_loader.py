@@ -114,7 +114,8 @@ def make_loader(
         options: for the ``DataLoader``: `pin_memory`, `timeout`, `worker_init_fn`,
             `multiprocessing_context`, `prefetch_factor` and `persistent_workers`. By default
             batches that go to a GPU are pinned, and each epoch starts new workers, which read the
-            dataset as it is then. Persistent workers keep the dataset of the first epoch.
+            dataset as it is then. Persistent workers keep the dataset of the first epoch. They are
+            the default for an iterable dataset with a ``state_dict``.
 
     Raises:
         TypeError: the dataset cannot be indexed, or a size is no integer.

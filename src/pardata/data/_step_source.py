@@ -16,7 +16,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, TypedDict
 
 import torch
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from pardata._validation import check_int
 from pardata.collectives._stop_signal import is_stop_signal
@@ -75,7 +75,12 @@ def worker_options(
     pin_memory = options.pop("pin_memory", has_streams(device))
     # DataLoader cannot pin a tensor on a GPU, which a dataset in this process may return.
     ours = pin_memory and number == 0 and torch.accelerator.is_available()
-    return {"num_workers": number, **options, "pin_memory": pin_memory and not ours}, ours
+    # The state of a stream is in its workers.
+    persists = (
+        number > 0 and isinstance(dataset, IterableDataset) and hasattr(dataset, "state_dict")
+    )
+    defaults = {"num_workers": number, "persistent_workers": persists}
+    return {**defaults, **options, "pin_memory": pin_memory and not ours}, ours
 
 
 def _check_they_can_send() -> None:

@@ -109,5 +109,5 @@ def _states(module: nn.Module) -> list[tuple[Any, list[Any]]]:
     parts: Any = [part for part in module.modules() if hasattr(part, "_get_fsdp_state")]
     states = [part._get_fsdp_state() for part in parts]
     name = "_fsdp_param_groups"  # an older torch has one group, and the name without the "s"
-    groups = [getattr(s, name, None) or [getattr(s, name[:-1], None)] for s in states]
+    groups = [getattr(s, name, None) or [getattr(s, name[:-1])] for s in states]
     return [(s, [g for g in some if g]) for s, some in zip(states, groups, strict=True)]

@@ -47,15 +47,15 @@ class StashedGradients(AbstractContextManager["StashedGradients"]):
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], *, shares_memory: bool = False) -> None:
-        self._parameters, self._before = list(parameters), list[_Gradient]()
-        for parameter in self._parameters:
+        self._params, self._before = list(parameters), list[_Gradient]()
+        for parameter in self._params:
             if (gradient := parameter.grad) is not None:
                 self._before.append((parameter, gradient.clone() if shares_memory else gradient))
                 parameter.grad = None
 
     def __exit__(self, kind: object, *_rest: object) -> None:
         if kind is not None:
-            for parameter in self._parameters:
+            for parameter in self._params:
                 parameter.grad = None
             for parameter, gradient in self._before:
                 parameter.grad = gradient

@@ -75,11 +75,9 @@ def worker_options(
     pin_memory = options.pop("pin_memory", has_streams(device))
     # DataLoader cannot pin a tensor on a GPU, which a dataset in this process may return.
     ours = pin_memory and number == 0 and torch.accelerator.is_available()
-    # The state of a stream is in its workers.
-    persists = (
-        number > 0 and isinstance(dataset, IterableDataset) and hasattr(dataset, "state_dict")
-    )
-    defaults = {"num_workers": number, "persistent_workers": persists}
+    # A stateful stream has its state in the workers.
+    is_stateful = isinstance(dataset, IterableDataset) and hasattr(dataset, "state_dict")
+    defaults = {"num_workers": number, "persistent_workers": number > 0 and is_stateful}
     return {**defaults, **options, "pin_memory": pin_memory and not ours}, ours
 
 

@@ -33,7 +33,7 @@ OF_ANY_VERSION = {
     *("test_same_batches.py", "test_plan.py", "test_loader_state.py", "test_sample_count.py"),
     *("test_shuffle.py", "test_batch.py", "test_changing_data.py", "test_held_objects.py"),
     *("test_cache_dataset.py", "test_ragged_samples.py", "test_wait_timer.py"),
-    *("test_uncaught_exceptions.py", "test_watchdog.py", "test_loss_weights.py"),
+    *("test_watchdog.py", "test_loss_weights.py"),
 }
 # Files of few tests that take long, the longest first.
 LONGEST = (

@@ -628,7 +628,8 @@ def test_workers_read_whole_batches_and_have_no_copy(tmp_path, start, short_tmp,
     cached = cache_dataset(source, tmp_path)
     plain = list(make_loader(cached, 30, num_workers=0, device=None))
     children = set(multiprocessing.active_children())
-    loader = make_loader(cached, 30, num_workers=1, multiprocessing_context=start, device=None)
+    options = {"multiprocessing_context": start, "persistent_workers": True, "device": None}
+    loader = make_loader(cached, 30, num_workers=1, **options)
     assert equal(list(loader), plain)
     if sys.platform == "linux":
         (worker,) = set(multiprocessing.active_children()) - children

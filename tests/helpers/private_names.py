@@ -8,10 +8,11 @@ TABLE = ROOT / "tests" / "promises" / "private_names.md"
 
 
 class Row(NamedTuple):
-    """A private name, the file that uses it, and the tests that turn red if it changes."""
+    """A private name, the file that uses it, its use, and the tests that turn red without it."""
 
     name: str
     file: str
+    use: str
     tests: list[str]
 
     def __str__(self):
@@ -21,7 +22,7 @@ class Row(NamedTuple):
 def _rows():
     lines = [line for line in TABLE.read_text().splitlines() if line.startswith("| `")]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return [Row(name.strip("`"), file, tests.split()) for name, file, *_, tests in cells]
+    return [Row(name.strip("`"), file, use, tests.split()) for name, file, use, *_, tests in cells]
 
 
 ROWS = _rows()

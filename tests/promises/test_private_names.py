@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from places import ROOT
 from private_names import ROWS
 from torch import nn
@@ -66,12 +67,14 @@ def test_each_private_name_of_torch_has_a_row():
 def test_its_test_exists(row):
     for test in row.tests:
         path, _, name = test.partition("::")
-        assert f"def {name}(" in (ROOT / path).read_text()
+        assert f"\ndef {name}(" in (ROOT / path).read_text()
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_its_test_turns_red_without_it(row, tmp_path):
+    if "before 2.15" in row.use and torch.__version__ >= "2.15":
+        pytest.skip("a name that only an older torch needs")
     for name in ("src", "tests"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
@@ -83,4 +86,5 @@ def test_its_test_turns_red_without_it(row, tmp_path):
     done = subprocess.run(
         [*command, *row.tests], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
     )
-    assert done.returncode in (1, 4), done.stdout[-2000:]  # 4: pardata cannot be imported
+    cannot_import = done.returncode == 4 and f"'{row.name}_'" in done.stdout + done.stderr
+    assert done.returncode == 1 or cannot_import, done.stdout[-2000:]

@@ -273,7 +273,7 @@ def test_ignored_parameters_are_not_sharded_and_come_from_rank_0(kind):
 
 
 def accumulated(microbatch_size, options):
-    """Accumulate between other passes; return the distance from PyTorch's, and an error."""
+    """Accumulate between other passes; return the distance from PyTorch's, and errors."""
     plain, model = seeded(), wrap_model(seeded(), "fsdp", **options)
     rows = torch.randn(24, 8, generator=torch.Generator().manual_seed(1)).double()
     for batch in make_loader(TensorDataset(rows), 8, microbatch_size=microbatch_size):
@@ -285,23 +285,29 @@ def accumulated(microbatch_size, options):
     for part in rows.split(8):
         mean_loss(plain, [part]).backward()
     model.set_requires_gradient_sync(False)
+    texts = {caught(backward, model, mean_loss, batch).text}
     model(rows).sum().backward()
     model.set_requires_gradient_sync(True)
-    text = caught(backward, model, mean_loss, batch).text
+    texts.add(caught(backward, model, mean_loss, batch).text)
+    if "replicate" in options and world().size > 1:
+        model.set_requires_all_reduce(False)
+        model(rows).sum().backward()
+        texts.add(caught(backward, model, mean_loss, batch).text)
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
-    return max((whole(p.grad) - q.grad).abs().max().item() for p, q in pairs), text
+    return max((whole(p.grad) - q.grad).abs().max().item() for p, q in pairs), texts
 
 
 @pytest.mark.parametrize("microbatch_size", [None, 1])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_no_gradient_is_lost_between_steps(size, microbatch_size):
     for options in ({}, {"blocks": "auto", "replicate": size}):
-        for distance, text in run(accumulated, microbatch_size, options, world_size=size):
+        for distance, texts in run(accumulated, microbatch_size, options, world_size=size):
             assert distance < 1e-12
+            (text,) = texts
             assert text == (
-                "all gradients must be reduced before a step, but a loss.backward() that failed, "
-                "or ran without gradient synchronization, has made others, which are dropped now: "
-                "to accumulate, call `backward` several times before optimizer.step()"
+                "all gradients must be reduced, but a backward that failed, or that did not "
+                "synchronize, has made others, which are dropped now: leave "
+                "set_requires_gradient_sync(True), and call `backward` again"
             )
 
 

@@ -9,19 +9,13 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from pardata._validation import check_bool, check_int, check_map_style
 from pardata.data._batch import uneven_shares
-from pardata.data._held_objects import listed_samples, open_files
+from pardata.data._held_objects import listed_samples
 from pardata.data._plan import Plan, local_range
 from pardata.data._sampler import length_of
-from pardata.data._step_source import DataLoaderOptions, start_method, worker_options
+from pardata.data._step_source import DataLoaderOptions, check_files, worker_options
+from pardata.environment import _world as environment
 from pardata.environment._device import checked_device
 from pardata.environment._logger import get_logger
-from pardata.environment._world import (
-    World,
-    current_world,
-    require_world,
-    single_world,
-    store_client,
-)
 from pardata.rng._seeds import default_seed, next_index
 from pardata.store._round import exchange, raise_if_different
 
@@ -72,8 +66,8 @@ class ResolvedConfig:
     """
 
     given: LoaderConfig
-    world: World
-    ranks: World
+    world: environment.World
+    ranks: environment.World
     plan: Plan
     device: torch.device
     workers: dict[str, Any]
@@ -91,8 +85,8 @@ def resolve(given: LoaderConfig) -> ResolvedConfig:
         TypeError, ValueError, RuntimeError: an argument is wrong, or ranks disagree.
     """
     shared = given.distributed is not False
-    world = _world_for(given.distributed) if shared else current_world()
-    ranks = world if shared else single_world()
+    world = _world_for(given.distributed) if shared else environment.current_world()
+    ranks = world if shared else environment.single_world()
     made: list[ResolvedConfig] = []
 
     def facts() -> dict[str, object]:
@@ -111,7 +105,7 @@ def resolve(given: LoaderConfig) -> ResolvedConfig:
         raise_if_different("make_loader", facts_of_ranks, cure)
         return loaders[0]
 
-    initial, number = exchange(store_client(ranks), "make_loader", facts, decide)
+    initial, number = exchange(environment.store_client(ranks), "make_loader", facts, decide)
     settings = made[0]
     _warn_of_idle_ranks(settings)
     if given.seed is not None:
@@ -119,11 +113,11 @@ def resolve(given: LoaderConfig) -> ResolvedConfig:
     return replace(settings, seed=default_seed(initial, number), numbered=(initial, number))
 
 
-def _world_for(distributed: object) -> World:
+def _world_for(distributed: object) -> environment.World:
     """Return the world that shares each global batch; raise if `distributed` does not fit."""
     if distributed is not True and distributed != "auto":
         raise ValueError(f"`distributed` must be True, False or 'auto', but is {distributed!r}")
-    world = require_world("make_loader")
+    world = environment.require_world("make_loader")
     if distributed is True and (world.backend is None or world.launcher == "single"):
         raise RuntimeError(
             "`distributed` must be 'auto' or False without a launcher, but is True: start the "
@@ -132,7 +126,7 @@ def _world_for(distributed: object) -> World:
     return world
 
 
-def _resolved(given: LoaderConfig, world: World, ranks: World) -> ResolvedConfig:
+def _resolved(given: LoaderConfig, world: environment.World, ranks: environment.World) -> ResolvedConfig:
     """Return the resolved arguments except for a default seed; raise if one is wrong."""
     if unknown := given.options.keys() - DataLoaderOptions.__annotations__.keys():
         raise TypeError(f"make_loader() got an unexpected keyword argument {min(unknown)!r}")
@@ -160,21 +154,8 @@ def _resolved(given: LoaderConfig, world: World, ranks: World) -> ResolvedConfig
         text = "one worker reads %s, because each would read all of it, without sharded=True"
         _log.info(text, type(given.dataset).__name__, once=True)
     # `DataLoader` checks its options here, inside the round, so that every rank gets the error.
-    _check_files(given, DataLoader(given.dataset, **workers))
+    check_files(DataLoader(given.dataset, **workers), given.dataset, given.collate_fn)
     return ResolvedConfig(given, world, ranks, plan, device, workers, pins, seed)
-
-
-def _check_files(given: LoaderConfig, loader: DataLoader[Any]) -> None:
-    """Raise if forked workers would share an open file, and so its position."""
-    if not loader.num_workers or start_method(loader) != "fork":
-        return
-    for name in ("dataset", "collate_fn"):
-        for path in open_files(name, getattr(given, name)):
-            raise ValueError(
-                f"`{path}` must not be open when workers are forked, because they would all move "
-                f"one position in it: open it at the first sample, in each worker, or pass "
-                f"num_workers=0"
-            )
 
 
 def _check_batch_sampler(given: LoaderConfig) -> None:
@@ -232,7 +213,7 @@ def _length_of(given: LoaderConfig) -> int | None:
     return length_of(given.dataset) if is_stream else len(given.dataset)
 
 
-def _plan(given: LoaderConfig, ranks: World, *, drop_last: bool) -> Plan:
+def _plan(given: LoaderConfig, ranks: environment.World, *, drop_last: bool) -> Plan:
     """Return the plan; raise if the batch size does not fit the world or the dataset."""
     batch_size, microbatch_size = given.batch_size, given.microbatch_size
     sizes = _length_of(given), batch_size or 0, drop_last, microbatch_size

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from pardata._validation import check_int
 from pardata.collectives._stop_signal import is_stop_signal
 from pardata.data._batched_read import batch_reader, cpu_default_device
+from pardata.data._held_objects import open_files
 from pardata.data._loader_state import Position
 from pardata.environment._device import has_streams
 from pardata.environment._logger import flush_output
@@ -98,6 +99,16 @@ def _check_they_can_send() -> None:
         )
 
 
+def check_files(loader: DataLoader[Any], dataset: Any, collate_fn: Any) -> None:
+    """Raise if forked workers of `loader` would share an open file, and so its position."""
+    held = (*open_files("dataset", dataset), *open_files("collate_fn", collate_fn))
+    for path in held if loader.num_workers and start_method(loader) == "fork" else ():
+        raise ValueError(
+            f"`{path}` must not be open when workers are forked, because they would all move one "
+            f"position in it: open it at the first sample, in each worker, or pass num_workers=0"
+        )
+
+
 class StepSource:
     """Iterates over the fetched steps of an epoch: ``reader[request]`` for each of `requests`.
 
@@ -144,6 +155,7 @@ class StepSource:
         """Return the steps of this epoch: from workers, which start at once, else from `read`."""
         if self.workers is None:
             return read()
+        check_files(self.workers, self.reader.dataset, self.reader.collation.collate_fn)
         # DataLoader draws the base seed of its workers from this generator, not from the default
         # one.
         self.workers.generator.manual_seed(mix(self.reader.collation.seed, epoch, self._ranks.rank))

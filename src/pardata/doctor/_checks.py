@@ -53,7 +53,7 @@ def environment(launch: LaunchInfo, env: Mapping[str, str]) -> Iterator[Finding]
     yield from _open_files()
     text = f"pardata {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
     is_newer = torch.__version__ >= f"{_TESTED[-1]}.99"
-    cure = f"torch {_TESTED[-1]}, if something fails, and a report" * is_newer
+    cure = f"if something fails, install torch {_TESTED[-1]}, and report it" * is_newer
     yield Finding("versions", f"{text}; tested with torch {' and '.join(_TESTED)}", cure)
 
 

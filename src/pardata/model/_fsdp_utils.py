@@ -27,6 +27,9 @@ def materialize(module: nn.Module, device: torch.device) -> dict[Tensor, Tensor]
             continue
         if tensor not in made:
             moved = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+            if torch._has_compatible_shallow_copy_type(tensor, moved):
+                tensor.data = moved
+                continue
             is_parameter = isinstance(tensor, nn.Parameter)
             made[tensor] = nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved
         holder[name] = made[tensor]

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-# ruff: noqa: SLF001  # see above; `_execution_engine` can go with torch 2.14
+# ruff: noqa: SLF001  # see above; `_execution_engine` is for torch before 2.15
 
 BatchNorm: TypeAlias = nn.modules.batchnorm._BatchNorm  # the base class of all batch norms
 # As torch.compiler.disable, which imports all of dynamo: can go with pytorch/pytorch#104317.

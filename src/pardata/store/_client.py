@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from queue import SimpleQueue
 from threading import Thread
@@ -42,8 +43,8 @@ class StoreClient:
     size: int
     rounds: int = 0
     closed: str = ""
-    _requests: Requests | None = None  # those of the client's thread
-    _is_held: bool = False  # an unfinished request has the connection's lock
+    _requests: Requests | None = field(default=None, init=False)  # to the client's thread
+    _is_held: bool = field(default=False, init=False)  # an unfinished request has the connection
 
     def request(self, work: Callable[[dist.Store], _T], wait: timedelta = _NO_WAIT) -> _T:
         """Return ``work(store)``, which may wait for other ranks for `wait`.
@@ -66,7 +67,7 @@ class StoreClient:
                 answer.set_exception(error)
 
         try:
-            self._submit(run)
+            (self._requests or self._start_thread()).put(run)
             self.store, found = answer.result(wait.total_seconds() + _MARGIN)
             held = False
         except dist.DistNetworkError as error:
@@ -79,18 +80,21 @@ class StoreClient:
             return found
         finally:
             self._is_held = held or not answer.done()
+            if self._is_held:
+                with suppress(RuntimeError):  # at the interpreter's exit Python 3.12 starts none
+                    self._start_thread()
 
     def __del__(self) -> None:
         if self._requests is not None:
             self._requests.put(None)
 
-    def _submit(self, run: Callable[[], None]) -> None:
-        # One thread for all requests, because at the interpreter's exit Python 3.12 starts none.
-        if self._requests is None or self._is_held:
-            self.__del__()  # its thread ends after the request
-            self._requests = Requests()
-            Thread(target=_serve, args=[self._requests], daemon=True).start()
-        self._requests.put(run)
+    def _start_thread(self) -> Requests:
+        """Start the thread of all further requests; an earlier one ends after its request."""
+        self.__del__()
+        self._requests, requests = None, Requests()
+        Thread(target=_serve, args=[requests], daemon=True).start()
+        self._requests = requests
+        return requests
 
 
 def _serve(requests: Requests) -> None:

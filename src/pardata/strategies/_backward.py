@@ -136,7 +136,8 @@ def backward(
         RuntimeError: `loss_fn` did not run `model` (one process checks that in the first step), or
             the loss trains a parameter outside of `model`. Or `loss_fn` calls a collective. Or,
             under ``"ddp"``, parameters were added, exchanged or converted since `wrap_model`, or
-            the gradients of the first step differ between ranks. Or the metrics differ in structure
+            the gradients of the first step differ between ranks. Or, under ``"fsdp"``, a backward
+            has made gradients that no rank has reduced. Or the metrics differ in structure
             between ranks, or the ranks are at different steps. On a GPU, different metrics and
             different steps are an error in the first step only. In later steps `backward` returns
             NaN for the loss and the metrics, because it does not wait for the GPU.

@@ -45,16 +45,10 @@ class FsdpStep(DistributedStep):
 
     def _prepare(self) -> None:
         super()._prepare()
-        is_unreduced = fsdp_utils.has_unreduced_gradients(self.layer)
+        self._check_reduced()
         # After an evaluation without no_grad(), or a failed step of another model that ran this
         # one.
         fsdp_utils.reset_iter_state(self.layer)
-        if is_unreduced:
-            raise RuntimeError(
-                "all gradients must be reduced before a step, but a loss.backward() that failed, "
-                "or ran without gradient synchronization, has made others, which are dropped now: "
-                "to accumulate, call `backward` several times before optimizer.step()"
-            )
         for name, parameter in self.layer.named_parameters():
             mesh = getattr(parameter, "device_mesh", None)
             if mesh is None and parameter.requires_grad:
@@ -69,12 +63,23 @@ class FsdpStep(DistributedStep):
                     f"{mesh.size()}: give fully_shard a mesh of all ranks"
                 )
 
+    def _check_reduced(self) -> None:
+        """Raise if there are gradients that no rank has reduced, and drop them."""
+        if fsdp_utils.has_unreduced_gradients(self.layer):
+            fsdp_utils.reset_iter_state(self.layer)
+            raise RuntimeError(
+                "all gradients must be reduced, but a backward that failed, or that did not "
+                "synchronize, has made others, which are dropped now: leave "
+                "set_requires_gradient_sync(True), and call `backward` again"
+            )
+
     @contextmanager
     def synchronized(self) -> Iterator[None]:
         with StashedGradients(parameters_of(self.module)):
             try:
                 with active_step(self.layer):
                     yield
+                    self._check_reduced()
                     self._take_means()
                     if _EQUAL in vars(self.layer) and self.layer.training:
                         buffers = real_buffers(self.layer).values()
@@ -220,14 +225,12 @@ def _warn_of_root_alone(module: nn.Module, settings: WrapOptions) -> None:
         return
     kind = getattr(settings.options.get("mp_policy"), "param_dtype", None)
     peak = sum(p.numel() * (kind or p.dtype).itemsize for p in module.parameters())
-    _log.warning(
+    text = (
         "%s is sharded at its root alone: in each step a rank holds all of its parameters at "
         "once, %.2f GB, and their gradients as well; pass blocks='auto', or the classes of its "
-        "blocks, and a rank holds those of one block at a time",
-        *(type(module).__name__, peak / 1e9),
-        ranks=[0],
-        once=True,
+        "blocks, and a rank holds those of one block at a time"
     )
+    _log.warning(text, type(module).__name__, peak / 1e9, ranks=[0], once=True)
 
 
 # As all hooks in this file: each model would count against dynamo's limit of recompilations.

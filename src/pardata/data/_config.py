@@ -13,7 +13,7 @@ from pardata.data._held_objects import listed_samples
 from pardata.data._plan import Plan, local_range
 from pardata.data._sampler import length_of
 from pardata.data._step_source import DataLoaderOptions, check_files, worker_options
-from pardata.environment import _world as environment
+from pardata.environment import _world as env
 from pardata.environment._device import checked_device
 from pardata.environment._logger import get_logger
 from pardata.rng._seeds import default_seed, next_index
@@ -66,8 +66,8 @@ class ResolvedConfig:
     """
 
     given: LoaderConfig
-    world: environment.World
-    ranks: environment.World
+    world: env.World
+    ranks: env.World
     plan: Plan
     device: torch.device
     workers: dict[str, Any]
@@ -85,8 +85,8 @@ def resolve(given: LoaderConfig) -> ResolvedConfig:
         TypeError, ValueError, RuntimeError: an argument is wrong, or ranks disagree.
     """
     shared = given.distributed is not False
-    world = _world_for(given.distributed) if shared else environment.current_world()
-    ranks = world if shared else environment.single_world()
+    world = _world_for(given.distributed) if shared else env.current_world()
+    ranks = world if shared else env.single_world()
     made: list[ResolvedConfig] = []
 
     def facts() -> dict[str, object]:
@@ -105,7 +105,7 @@ def resolve(given: LoaderConfig) -> ResolvedConfig:
         raise_if_different("make_loader", facts_of_ranks, cure)
         return loaders[0]
 
-    initial, number = exchange(environment.store_client(ranks), "make_loader", facts, decide)
+    initial, number = exchange(env.store_client(ranks), "make_loader", facts, decide)
     settings = made[0]
     _warn_of_idle_ranks(settings)
     if given.seed is not None:
@@ -113,11 +113,11 @@ def resolve(given: LoaderConfig) -> ResolvedConfig:
     return replace(settings, seed=default_seed(initial, number), numbered=(initial, number))
 
 
-def _world_for(distributed: object) -> environment.World:
+def _world_for(distributed: object) -> env.World:
     """Return the world that shares each global batch; raise if `distributed` does not fit."""
     if distributed is not True and distributed != "auto":
         raise ValueError(f"`distributed` must be True, False or 'auto', but is {distributed!r}")
-    world = environment.require_world("make_loader")
+    world = env.require_world("make_loader")
     if distributed is True and (world.backend is None or world.launcher == "single"):
         raise RuntimeError(
             "`distributed` must be 'auto' or False without a launcher, but is True: start the "
@@ -126,7 +126,7 @@ def _world_for(distributed: object) -> environment.World:
     return world
 
 
-def _resolved(given: LoaderConfig, world: environment.World, ranks: environment.World) -> ResolvedConfig:
+def _resolved(given: LoaderConfig, world: env.World, ranks: env.World) -> ResolvedConfig:
     """Return the resolved arguments except for a default seed; raise if one is wrong."""
     if unknown := given.options.keys() - DataLoaderOptions.__annotations__.keys():
         raise TypeError(f"make_loader() got an unexpected keyword argument {min(unknown)!r}")
@@ -213,7 +213,7 @@ def _length_of(given: LoaderConfig) -> int | None:
     return length_of(given.dataset) if is_stream else len(given.dataset)
 
 
-def _plan(given: LoaderConfig, ranks: environment.World, *, drop_last: bool) -> Plan:
+def _plan(given: LoaderConfig, ranks: env.World, *, drop_last: bool) -> Plan:
     """Return the plan; raise if the batch size does not fit the world or the dataset."""
     batch_size, microbatch_size = given.batch_size, given.microbatch_size
     sizes = _length_of(given), batch_size or 0, drop_last, microbatch_size

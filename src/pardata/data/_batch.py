@@ -206,12 +206,12 @@ def num_samples(batch: Any, read: int | None = None) -> int:
 
     Args:
         batch: any object.
-        read: the number of samples read for it, if it has no record.
+        read: the number of samples read for it, if the caller knows it; else that of its record.
 
     Raises:
         TypeError: there is no record, and neither rows nor items show the number.
     """
-    if (record := delivered.get(batch)) is not None:
+    if read is None and (record := delivered.get(batch)) is not None:
         read = record.samples
     first = _first(batch)
     if read and isinstance(first, Tensor) and first.shape[:1] == (read,):

@@ -271,12 +271,8 @@ class Loader:
             facts |= {"counts": self._plan.microbatch_sizes(step.samples)}
             facts |= {"seed": self._schema.facts["seed"], "size": self._plan.size}
             read = batches if step.local_samples else ()
-            with_missing = zip(read, fetched.missing, strict=False)
-            for number, (part, missing) in enumerate(with_missing, step.first):
-                if missing:
-                    kept = facts["counts"][number] - missing
-                    delivered.add(part, ReadRecord(kept, self._plan.size))
-            return step, fetched.state, Microbatches(read, **facts, placeholder=batches[0])
+            facts |= {"missing": fetched.missing[: len(read)], "placeholder": batches[0]}
+            return step, fetched.state, Microbatches(read, **facts)
         (batch,), missing = batches, sum(fetched.missing)
         if step.local_samples == 0 or step.samples < self._plan.size:
             # On every rank, so that all raise if the batch cannot be emptied.

@@ -32,6 +32,7 @@ class Microbatches(Sequence[_T]):
         seed: of the loader.
         size: how many ranks share the step.
         runs: how many calls of `backward` have run it: each draws other random numbers.
+        missing: how many samples of each microbatch here ``collate_fn`` has left out as None.
 
     >>> from pardata import make_loader
     >>> [batch.counts for batch in make_loader(range(5), 4, microbatch_size=2)]
@@ -49,8 +50,10 @@ class Microbatches(Sequence[_T]):
         seed: int = 0,
         size: int = 1,
         placeholder: _T | None = None,
+        missing: Iterable[int] = (),
     ) -> None:
         self._batches, self.counts = tuple(batches), tuple(counts)
+        self.missing = tuple(missing) or (0,) * len(self._batches)
         self.epoch, self.step, self.first = epoch, step, first
         self.seed, self.size, self.runs = seed, size, 0
         self._others = placeholder

@@ -64,7 +64,7 @@ class StepCounts:
 
     Args:
         count: the argument of `backward`.
-        held: the microbatches of this rank; `planned` are their numbers of samples, from a loader.
+        held: the microbatches of this rank; `read` are their numbers of samples, from a loader.
         placeholder: a microbatch from which a rank without any learns the names of terms.
 
     Attributes:
@@ -73,9 +73,9 @@ class StepCounts:
     """
 
     def __init__(
-        self, count: Count, held: Sequence[Any], planned: Sequence[Any], placeholder: Any = None
+        self, count: Count, held: Sequence[Any], read: Sequence[Any], placeholder: Any = None
     ) -> None:
-        self._count, self._pairs = count, list(zip(held, planned, strict=True))
+        self._count, self._pairs = count, list(zip(held, read, strict=True))
         self._placeholder = placeholder
         # Zeros, in case `count` raises, which is raised on all ranks later.
         self.rows: list[Counts] = [{"": 0.0}] * len(held)
@@ -256,12 +256,13 @@ class LossWeights(NamedTuple):
             )
         held = batch[:]
         planned = [batch.counts[number] for number in batch.numbers]
+        kept = [number - missing for number, missing in zip(planned, batch.missing, strict=True)]
         if count is None:
-            counts = [*map(num_samples, held, planned)]
+            counts = [*map(num_samples, held, kept)]
             totals = _constant(sum(counts if replicas.size == 1 else batch.counts))
             local = list(map(Microbatch, held, counts, batch.numbers))
         else:
-            counted = StepCounts(count, held, planned, batch.placeholder)
+            counted = StepCounts(count, held, kept, batch.placeholder)
             totals = counted.start(replicas, batch.numbers, len(batch.counts))
             both = zip(held, counted.rows, batch.numbers, strict=True)
             local = [Microbatch(data, row[""], number, row) for data, row, number in both]

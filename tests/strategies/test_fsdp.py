@@ -333,6 +333,7 @@ def held_in_each_microbatch(replicate):
     return held, sum(p.to_local().numel() for p in model.parameters()), scattered
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="CommDebugMode counts one forward alone")
 @pytest.mark.parametrize("size", [2, 4])
 def test_each_microbatch_leaves_the_shards_of_the_gradients_alone(size):
     """A rank that kept them whole would hold all of the model, which sharding is to avoid."""

@@ -210,10 +210,10 @@ def _read(path: Path, manifest: dict[str, Any], world: World) -> LoadedCheckpoin
     """Memory-map the common file, whose pages the ranks of a node share, and this rank's file."""
     load = partial(torch.load, map_location="cpu", weights_only=True, mmap=True)
     try:
-        # torch warns when it validates a sparse tensor. Where warnings are errors, the checkpoint
-        # would count as unusable.
+        # torch warns when it validates a sparse tensor, or, in 2.11, does not. Where warnings are
+        # errors, the checkpoint would count as unusable.
         with warnings.catch_warnings(), safe_globals(shards.metadata_classes(path)):
-            warnings.filterwarnings("ignore", "Validating sparse tensor")
+            warnings.filterwarnings("ignore", "Validating sparse tensor|Sparse invariant checks")
             contents = load(path / STATE)
             if manifest["per_rank"] and manifest["processes"] == world.size:
                 contents["objects"].update(load(path / shards.PER_RANK_FILE.format(world.rank)))

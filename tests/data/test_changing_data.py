@@ -186,6 +186,23 @@ def test_new_workers_read_the_dataset_anew_and_persistent_ones_do_not(kind, work
     assert [*found, steps(loader)] == [[[0, 1, 2, 3]], changed]
 
 
+class OpensOnce(Numbers):
+    file = None
+
+    def __getitem__(self, index):
+        self.file = self.file or open(__file__)  # noqa: PTH123, SIM115  # as a reader of HDF5
+        return index
+
+
+def test_a_file_opened_between_epochs_is_an_error_before_workers_are_forked():
+    data = OpensOnce(4)
+    loader = loader_of(data, 2, num_workers=1, multiprocessing_context="fork")
+    assert steps(loader) == [[0, 1], [2, 3]]
+    assert data[0] == 0  # opens it in this process
+    with data.file, pytest.raises(ValueError, match=r"`dataset\.file` must not be open when"):
+        steps(loader)
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_tensors_that_are_assigned_are_read(workers):
     data = TensorDataset(torch.arange(3))

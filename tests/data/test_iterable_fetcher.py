@@ -465,7 +465,7 @@ OWN = {
 
 
 def _own_epochs(name, states, workers, stop):
-    """Run three epochs of each, or what is left of them, by workers that live on."""
+    """Run three epochs of each, or what is left of them."""
     kind, seeds, options = OWN[name]
     seeds = [seed + bool(states) for seed in seeds]  # another one, as after another start
     loader = loader_of(kind(23, *seeds), 6, num_workers=workers, **options)

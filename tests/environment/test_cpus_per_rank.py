@@ -1,12 +1,10 @@
 """How many cores a rank may use: affinity, quota, and who shares them."""
 
 import os
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from pardata import world
 from pardata.environment import _device, _world
 from pardata.environment._device import cgroup_cpu_quota
 from pardata.environment._world import cpus_per_rank
@@ -31,39 +29,35 @@ def machine(monkeypatch):
     return pretend
 
 
-def cores_of(local_size=1, launcher="torchrun"):
-    return cpus_per_rank(replace(world(), local_size=local_size, launcher=launcher))
-
-
 CORES = [
-    ((16, 16), {"sharers": 1}, 1, "single", 16),
-    ((16, 16), {}, 32, "existing", 1),
+    ((16, 16), {"sharers": 1}, 1, 16),
+    ((16, 16), {}, 32, 1),
     # Each rank is bound, by SLURM, torchrun's --numa-binding=exclusive or numactl.
-    ((16, 4), {"sharers": 1}, 4, "slurm", 4),
+    ((16, 4), {"sharers": 1}, 4, 4),
     # Those of a socket are bound to its cores, by --numa-binding=node.
-    ((16, 8), {"sharers": 4}, 8, "torchrun", 2),
+    ((16, 8), {"sharers": 4}, 8, 2),
     # They are not: they share what they are allowed.
-    ((16, 8), {"sharers": 4}, 4, "torchrun", 2),
+    ((16, 8), {"sharers": 4}, 4, 2),
     # A quota is the container's, for all its ranks.
-    ((16, 16, 8.0), {"sharers": 4}, 4, "torchrun", 2),
-    ((16, 16, 0.5), {"sharers": 1}, 1, "single", 1),
-    ((16, 4, 8.0), {"sharers": 1}, 4, "slurm", 2),
+    ((16, 16, 8.0), {"sharers": 4}, 4, 2),
+    ((16, 16, 0.5), {"sharers": 1}, 1, 1),
+    ((16, 4, 8.0), {"sharers": 1}, 4, 2),
 ]
 
 
 @pytest.mark.parametrize("case", CORES, ids=str)
 def test_the_cores_of_a_rank(machine, case):
-    machine_has, more, local_size, launcher, cores = case
+    machine_has, more, local_size, cores = case
     machine(*machine_has, **more)
-    assert cores_of(local_size, launcher) == cores
+    assert cpus_per_rank(local_size) == cores
 
 
 def test_without_affinity_all_cores_count(machine, monkeypatch):
     machine(6, 6)
     monkeypatch.delattr(os, "sched_getaffinity")
-    assert cores_of(2) == 3
+    assert cpus_per_rank(2) == 3
     monkeypatch.setattr(os, "cpu_count", lambda: None)
-    assert cores_of(1) == 1
+    assert cpus_per_rank(1) == 1
 
 
 QUOTAS = [

@@ -39,6 +39,22 @@ BY_HAND = {"MASTER_ADDR": "h7", "MASTER_PORT": "1234"}
 CHOICE = "PARDATA_LAUNCHER"
 
 
+OF_RANK = {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
+AS_HOROVOD = AS_MPICH._replace(launcher="horovod")
+OF_FLUX = {
+    "FLUX_TASK_RANK": "1",
+    "FLUX_JOB_SIZE": "2",
+    "FLUX_TASK_LOCAL_ID": "1",
+    "FLUX_JOB_NNODES": "1",
+}
+OF_SUBMITIT = {
+    "SUBMITIT_LOCAL_GLOBALID": "1",
+    "SUBMITIT_LOCAL_NTASKS": "2",
+    "SUBMITIT_LOCAL_LOCALID": "1",
+    "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
+}
+
+
 RECOGNISED = [
     ({}, SINGLE),
     (TORCHRUN, AS_TORCHRUN),
@@ -51,6 +67,25 @@ RECOGNISED = [
     (SBATCH | {"SLURM_STEP_ID": "batch"}, SINGLE),
     # An interactive step has a number, and one task.
     (SALLOC | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}, SINGLE),
+    # Launchers that set rank, size, local rank and local size under names of their own.
+    *(
+        ({f"{prefix}_{name}": value for name, value in OF_RANK.items()}, AS_MPICH)
+        for prefix in ("MV2_COMM_WORLD", "JSM_NAMESPACE")
+    ),
+    ({f"HOROVOD_{name}": value for name, value in OF_RANK.items()}, AS_HOROVOD),
+    (OF_FLUX, AS_HOROVOD._replace(launcher="flux")),
+    (OF_FLUX | PMI2 | {"PMI_RANK": "1"}, AS_HOROVOD._replace(launcher="flux")),
+    (
+        OF_FLUX | {"FLUX_JOB_SIZE": "5", "FLUX_JOB_NNODES": "2", "MASTER_ADDR": "h1"},
+        AS_HOROVOD._replace(launcher="flux", size=5, local_size=3, master_addr="h1"),
+    ),
+    (OF_SUBMITIT, AS_HOROVOD._replace(launcher="submitit")),
+    (OF_SUBMITIT | SBATCH, AS_HOROVOD._replace(launcher="submitit")),
+    (
+        {"PALS_RANKID": "1", "PMI_RANK": "1", "PMI_SIZE": "2"}
+        | {"PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"},
+        AS_MPICH,
+    ),
     # Exported by hand for the job's own use; it makes nobody a rank.
     ({"MASTER_ADDR": "h1", "MASTER_PORT": "29500"}, SINGLE),
     (SRUN | PMI2, AS_SLURM),
@@ -163,28 +198,28 @@ def test_what_is_no_number_or_no_list_of_them_is_shown(env, name, text):
 # --- a launcher that nobody knows yet, added as docs/architecture.md says
 
 
-FLUX = dict.fromkeys(("FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID", "FLUX_JOB_NNODES"), "1")
-FLUX["FLUX_JOB_SIZE"] = "3"
+NEW = dict.fromkeys(("NEW_TASK_RANK", "NEW_TASK_LOCAL_ID", "NEW_JOB_NNODES"), "1")
+NEW["NEW_JOB_SIZE"] = "3"
 
 
-def read_flux(env):
-    rank, local_rank, nodes, size = (int(env[name]) for name in FLUX)
-    return LaunchInfo("flux", rank, size, local_rank, size // nodes, None, nodes, "h1", 5)
+def read_new(env):
+    rank, local_rank, nodes, size = (int(env[name]) for name in NEW)
+    return LaunchInfo("new", rank, size, local_rank, size // nodes, None, nodes, "h1", 5)
 
 
 def test_one_row_of_the_table_is_all_that_a_launcher_needs(monkeypatch):
-    is_there = lambda env: "FLUX_TASK_RANK" in env  # noqa: E731  # short
-    row = Launcher("flux", tuple(FLUX), ("FLUX_",), is_there, read_flux)
+    is_there = lambda env: "NEW_TASK_RANK" in env  # noqa: E731  # short
+    row = Launcher("new", tuple(NEW), ("NEW_",), is_there, read_new)
     before = list(LAUNCHERS)
     LAUNCHERS.append(row)
     try:
-        for chosen in ({}, {"PARDATA_LAUNCHER": "flux"}):
-            assert detect_launch(FLUX | chosen) == read_flux(FLUX)
-        with pytest.raises(ValueError, match="but flux set it to 7: the variables FLUX_"):
-            detect_launch(FLUX | {"FLUX_TASK_RANK": "7"})
+        for chosen in ({}, {"PARDATA_LAUNCHER": "new"}):
+            assert detect_launch(NEW | chosen) == read_new(NEW)
+        with pytest.raises(ValueError, match="but new set it to 7: the variables NEW_"):
+            detect_launch(NEW | {"NEW_TASK_RANK": "7"})
         # No rank of a test inherits them.
-        for name, value in {**FLUX, "FLUX_OTHER": "x"}.items():
+        for name, value in {**NEW, "NEW_OTHER": "x"}.items():
             monkeypatch.setenv(name, value)
-        assert not [name for name in _environment({}) if name.startswith("FLUX")]
+        assert not [name for name in _environment({}) if name.startswith("NEW")]
     finally:
         LAUNCHERS[:] = before

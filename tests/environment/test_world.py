@@ -105,8 +105,7 @@ def test_init_again_with_other_arguments_is_refused():
     for found, total in launched(join_then_ask_otherwise, size=2):
         for raised, (_, name, had, asked) in zip(found, OTHER_ARGUMENTS, strict=True):
             assert str(raised) == (
-                f"RuntimeError: `{name}` must be '{had}', with which `init` has joined, but is "
-                f"'{asked}': pass it to the first call"
+                f"RuntimeError: `{name}` must be '{had}', as in the first init(), not '{asked}'"
             )
         assert total == 2
 
@@ -335,7 +334,7 @@ def test_under_a_launcher_what_needs_the_group_raises_without_init(name, launche
     assert f"`{what}" in str(raised.value)
     assert (
         "needs the process group: torchrun started 2 processes, but `pardata.init()` was not "
-        "called in this one: call it first, or set PARDATA_LAUNCHER=none to run as a single process"
+        "called: call it first, or set PARDATA_LAUNCHER=none"
     ) in str(raised.value)
     assert not os.path.exists("nowhere")  # noqa: PTH110  # one line
 
@@ -360,8 +359,8 @@ def test_under_a_launcher_world_warns_once_before_init():
     (line,) = asked()
     assert line.startswith(
         "[0/2] `world()` needs the process group: torchrun started 2 processes, but "
-        "`pardata.init()` was not called in this one: call it first, or set PARDATA_LAUNCHER=none "
-        "to run as a single process; this process is rank 0 of 1"
+        "`pardata.init()` was not called: call it first, or set PARDATA_LAUNCHER=none; "
+        "this process is rank 0 of 1"
     )
     for quiet in (
         {"PARDATA_LAUNCHER": "none"},

@@ -114,5 +114,5 @@ def test_a_second_run_at_one_port_fails_without_disturbing_the_first(mpich, fold
     assert second.returncode != 0
     assert not list(folder.glob("second joined *"))
     said = second.stderr + "".join(path.name for path in folder.glob("second failed *"))
-    mixed = r"the store there is that of MPICH's run under process \d+, and this rank is of MPICH's"
-    assert "is in use: another run is on this host" in said or re.search(mixed, said)
+    mixed = r"is the store of MPICH's run under process \d+, not MPICH's"
+    assert "is in use: set another" in said or re.search(mixed, said)

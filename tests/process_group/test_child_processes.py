@@ -1,5 +1,10 @@
 """Traps of starting processes, each one started for real."""
 
+import os
+import subprocess
+import sys
+
+import pytest
 from common_launch import torchrun
 from processes import without_gloo
 
@@ -57,7 +62,7 @@ def test_children_of_a_rank_never_take_its_place(tmp_path, short_tmp):
     assert done.returncode == 0, done.stderr
     printed = without_gloo(done.stdout)
     assert "subprocess refused: this process inherited the variables of rank 0" in printed
-    assert "start it with PARDATA_LAUNCHER=none" in printed
+    assert "set PARDATA_LAUNCHER=none for it, or put the script under" in printed
     assert "opted out joined 0 1 single" in printed
     assert "joined 0 2 torchrun" in printed.split("launched")[1]
     assert "joined 1 2 torchrun" in printed.split("launched")[1]
@@ -81,3 +86,38 @@ def test_a_script_without_a_main_guard_raises_in_spawned_workers(tmp_path, short
     done = torchrun(tmp_path / "train.py", 2, short_tmp)
     assert done.returncode == 1
     assert "or put the script under `if __name__ == '__main__':`" in done.stderr
+
+
+ALONE = """
+import sys, torch.multiprocessing as mp
+from pardata import init
+
+def main(rank=0):
+    with init() as world:
+        print(f"size {world.size}\\n", end="", flush=True)
+
+if __name__ == "__main__":
+    mp.spawn(main, nprocs=2) if sys.argv[1:] else main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env", "sign"),
+    [
+        (["spawn"], {}, "multiprocessing started it"),
+        ([], {"MASTER_ADDR": "127.0.0.1"}, "MASTER_ADDR is set"),
+        ([], {"PALS_RANKID": "1"}, "PALS_RANKID is set"),
+        (["spawn"], {"PARDATA_LAUNCHER": "none"}, ""),
+        ([], {}, ""),
+    ],
+)
+def test_a_process_meant_to_join_others_is_warned_to_be_alone(tmp_path, arguments, env, sign):
+    (tmp_path / "alone.py").write_text(ALONE)
+    command = [sys.executable, "alone.py", *arguments]
+    done = subprocess.run(
+        command, env={**os.environ, **env}, cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    number = 2 if arguments else 1
+    assert done.stdout.count("size 1") == number
+    assert done.stderr.count("this process is alone") == (number if sign else 0)
+    assert sign in done.stderr

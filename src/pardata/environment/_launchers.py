@@ -1,13 +1,14 @@
 """Detects the launcher that started this process: a pure function of the environment variables.
 
-It touches no process group, socket or device, so tests pass plain dictionaries. Precedence: a
-complete torchrun set, Open MPI, a SLURM step, MPICH, a single process. Open MPI goes before SLURM
+It touches no process group, socket or device, so tests pass plain dictionaries. `LAUNCHERS` has
+them in order of precedence, and after them comes a single process. Open MPI goes before SLURM
 because the SLURM variables under ``mpirun`` are those of its daemon.
 """
 
 import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 Env: TypeAlias = Mapping[str, str]
@@ -17,6 +18,17 @@ _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 TORCHRUN = (*_OF_TORCHRUN, "MASTER_ADDR", "MASTER_PORT")
 OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
 MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_CRAY = ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")
+_OF_RANK = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+_MVAPICH, _JSRUN, _HOROVOD = (
+    tuple(f"{prefix}_{name}" for name in _OF_RANK)
+    for prefix in ("MV2_COMM_WORLD", "JSM_NAMESPACE", "HOROVOD")
+)
+_FLUX = ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "FLUX_JOB_NNODES")
+# submitit's local executor, which starts all tasks on one host.
+_SUBMITIT = tuple(f"SUBMITIT_LOCAL_{name}" for name in ("GLOBALID", "NTASKS", "LOCALID", "NTASKS"))
+# Variables of launchers that do not set the size for each process, and one that users set.
+_UNREAD = ("PALS_RANKID", "ALPS_APP_PE", "MPT_LRANK", "DMLC_WORKER_ID", "MASTER_ADDR")
 _OF_TASK = ("PROCID", "STEP_NUM_TASKS", "LOCALID", "NODEID")
 _OF_STEP = ("STEP_ID", "STEP_NODELIST", "STEP_TASKS_PER_NODE", "JOB_ID")
 SLURM = tuple(f"SLURM_{name}" for name in (*_OF_TASK, *_OF_STEP))
@@ -94,12 +106,19 @@ def select_launcher(env: Env) -> Launcher | None:
     among = [launcher for launcher in LAUNCHERS if choice in ("auto", launcher.name)]
     found = [launcher for launcher in among if launcher.started(env)]
     if choice == "auto":  # `read` raises an error for a part of torchrun's variables
-        among = LAUNCHERS[:1] if any(name in env for name in _OF_TORCHRUN) else []
-    return next(iter(found or among), None)
+        among = LAUNCHERS[:1] if _has_any(_OF_TORCHRUN, env) else []
+    # `read` names what is missing, so of a chosen name the launcher with most variables.
+    most = max(among, key=lambda one: sum(name in env for name in one.variables), default=None)
+    return next(iter(found), most)
 
 
-def _is_open_mpis(env: Env) -> bool:
-    return any(name in env for name in OPEN_MPI)
+def unread_variable(env: Env) -> str | None:
+    """Return a variable that suggests several processes, and that no launcher's rows have."""
+    return next(filter(env.get, _UNREAD), None)
+
+
+def _has_any(names: tuple[str, ...], env: Env) -> bool:
+    return any(name in env for name in names)
 
 
 def _is_slurms(env: Env) -> bool:
@@ -110,7 +129,7 @@ def _is_slurms(env: Env) -> bool:
 
 def _is_mpichs(env: Env) -> bool:
     # srun --mpi=pmi2 sets PMI_* also in a SLURM step of one task, which is a single process.
-    return any(name in env for name in MPICH) and "SLURM_STEP_ID" not in env
+    return _has_any(MPICH, env) and "SLURM_STEP_ID" not in env
 
 
 def _torchrun(env: Env) -> LaunchInfo:
@@ -121,24 +140,30 @@ def _torchrun(env: Env) -> LaunchInfo:
     return LaunchInfo("torchrun", rank, size, local_rank, local_size, *place)
 
 
-def _mpi(env: Env) -> LaunchInfo:
-    """Read the ranks and sizes that every MPI sets; MPI sets no address."""
-    if _is_open_mpis(env):
-        names, who, option = OPEN_MPI, "Open MPI", "-x MASTER_ADDR=<host of rank 0>"
-        # Each mpirun has another namespace, so two runs on one host get two ports.
-        port = 15000 + zlib.crc32(env.get("PMIX_NAMESPACE", "").encode()) % 10000
-    else:
-        names, who, option, port = MPICH, "MPICH", "-genv MASTER_ADDR <host of rank 0>", 29500
+def _mpi(name: str, who: str, names: tuple[str, ...], env: Env) -> LaunchInfo:
+    """Read the ranks and sizes that MPI and its like set; they set no address."""
     rank, size, local_rank, local_size = _numbers(env, names, who)
+    if names is _FLUX:  # its last number is that of nodes
+        local_size = -(-size // local_size)
     address = env.get("MASTER_ADDR") or ("127.0.0.1" if local_size == size else "")
     if not address:
+        option = {"Open MPI": "-x MASTER_ADDR=", "MPICH": "-genv MASTER_ADDR "}
         raise ValueError(
-            f"`MASTER_ADDR` must be set when MPI spans several hosts ({local_size} of {size} "
-            f"ranks are on this one), but is not: add `{option}` to the command"
+            f"`MASTER_ADDR` must be set when {who} spans several hosts ({local_size} of {size} "
+            f"ranks are on this one), but is not: add "
+            f"`{option.get(who, 'export MASTER_ADDR=')}<host of rank 0>` to the command"
         )
+    # Each mpirun has another namespace, so two runs on one host get two ports.
+    namespace = env.get("PMIX_NAMESPACE", "").encode()
+    port = 15000 + zlib.crc32(namespace) % 10000 if names is OPEN_MPI else 29500
     return LaunchInfo(
-        "mpi", rank, size, local_rank, local_size, None, None, address, _port(env, port)
+        name, rank, size, local_rank, local_size, None, None, address, _port(env, port)
     )
+
+
+def _mpi_like(name: str, who: str, names: tuple[str, ...], *prefixes: str) -> "Launcher":
+    started, read = partial(_has_any, names), partial(_mpi, name, who, names)
+    return Launcher(name, names, prefixes, started, read)
 
 
 def _slurm(env: Env) -> LaunchInfo:
@@ -236,7 +261,13 @@ _TORCHRUNS = ("TORCHELASTIC_", "GROUP_", "NODE_RANK")
 # In order of precedence.
 LAUNCHERS = [
     Launcher("torchrun", TORCHRUN, _TORCHRUNS, lambda env: all(map(env.get, TORCHRUN)), _torchrun),
-    Launcher("mpi", OPEN_MPI, ("OMPI_", "PMIX_"), _is_open_mpis, _mpi),
+    _mpi_like("mpi", "Open MPI", OPEN_MPI, "OMPI_", "PMIX_"),
+    _mpi_like("submitit", "submitit", _SUBMITIT, "SUBMITIT_LOCAL_"),
+    _mpi_like("flux", "Flux", _FLUX, "FLUX_"),
     Launcher("slurm", SLURM, ("SLURM_",), _is_slurms, _slurm),
-    Launcher("mpi", MPICH, ("PMI_", "MPI_LOCAL"), _is_mpichs, _mpi),
+    _mpi_like("mpi", "MVAPICH2", _MVAPICH, "MV2_"),
+    _mpi_like("mpi", "jsrun", _JSRUN, "JSM_"),
+    _mpi_like("horovod", "Horovod", _HOROVOD, "HOROVOD_"),
+    _mpi_like("mpi", "PALS", _CRAY, "PMI_LOCAL")._replace(started=partial(_has_any, _CRAY[2:])),
+    _mpi_like("mpi", "MPICH", MPICH, "PMI_", "MPI_LOCAL")._replace(started=_is_mpichs),
 ]

@@ -1,6 +1,7 @@
 """`init`: joins or adopts the process group of this process."""
 
 import ctypes
+import multiprocessing
 import os
 import socket
 import sys
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from pardata._validation import to_timedelta
-from pardata.environment._launchers import LaunchInfo, detect_launch
+from pardata.environment._launchers import SINGLE, LaunchInfo, detect_launch, unread_variable
 from pardata.environment._logger import get_logger
 from pardata.environment._world import GroupState, World, current_world, group_state, is_child
 from pardata.process_group._rendezvous import form_group
@@ -40,10 +41,13 @@ def init(
 ) -> World:
     """Join the process group of whatever launched this process and return what was found.
 
-    `init` looks for launchers in this order: a process group that already exists (Ray Train, your
-    own), torchrun, Open MPI, a SLURM step, MPICH, none. ``PARDATA_LAUNCHER`` (``auto``,
-    ``torchrun``, ``slurm``, ``mpi``, ``none``) overrides that. A single process never needs `init`.
-    Called there, it makes a group of one, for strategies that need a group.
+    `init` uses a process group that already exists (Ray Train, your own). Otherwise it looks for
+    launchers in this order: torchrun, Open MPI, submitit's local executor, Flux, a SLURM step,
+    MVAPICH2, jsrun, Horovod, PALS, MPICH, none. ``PARDATA_LAUNCHER`` (``auto``, ``torchrun``,
+    ``slurm``, ``mpi``, ``submitit``, ``flux``, ``horovod``, ``none``) overrides that. A single
+    process never needs `init`. Called there, it makes a group of one, for strategies that need a
+    group. It warns in a child of ``multiprocessing``, and where other variables suggest several
+    processes.
 
     `init` adopts a group that exists, and never leaves it. Its GPU is the one to which the group is
     bound, or else the current one, or else the local rank's, which becomes current.
@@ -98,6 +102,7 @@ def init(
     launch = detect_launch(os.environ) if dist.group.WORLD is None else None
     if launch is not None:
         _check_not_inherited(launch)
+        _warn_if_alone(launch)
     default = max((patience or dist.distributed_c10d.default_pg_timeout) / 10, _LEAST_HANG)
     hang_after = default if hang_after is None else hang_after
     which = launch.launch_id if launch else "a group that was there"
@@ -127,15 +132,29 @@ def init(
     return world
 
 
+def _warn_if_alone(launch: LaunchInfo) -> None:
+    """Warn, in a world of one, of signs that other processes were meant to join."""
+    started = multiprocessing.parent_process() is not None
+    sign = "multiprocessing started it" if started else unread_variable(os.environ)
+    if launch is not SINGLE or not sign or os.environ.get("PARDATA_LAUNCHER") == "none":
+        return
+    text = (
+        "this process is alone, a single process of world size 1, but %s: to join others, call "
+        "torch.distributed.init_process_group before init(), or set RANK, WORLD_SIZE, LOCAL_RANK, "
+        "LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or start the script with torchrun; to run "
+        "alone, set PARDATA_LAUNCHER=none"
+    )
+    _log.warning(text, sign if started else f"{sign} is set", ranks="all", once=True)
+
+
 def _check_not_inherited(launch: LaunchInfo) -> None:
     """Raise if another process has joined as the rank that the variables name."""
     pid, _, identity = os.environ.get("PARDATA_JOINED", "").partition(" ")
     if launch.size == 1 or identity != launch.launch_id or pid == str(os.getpid()):
         return
     raise RuntimeError(
-        f"this process inherited the variables of rank {launch.rank}, as which process {pid} "
-        f"runs: start it with PARDATA_LAUNCHER=none to run alone, or with its own launcher; or put "
-        f"the script under `if __name__ == '__main__':`, which a spawned worker runs again"
+        f"this process inherited the variables of rank {launch.rank}, which process {pid} is: set "
+        f"PARDATA_LAUNCHER=none for it, or put the script under `if __name__ == '__main__':`"
     )
 
 
@@ -150,8 +169,7 @@ def _check_same_arguments(
     for name, found in {**had, "hang_after": state.hang_after}.items():
         if given[name] not in (None, found):
             raise RuntimeError(
-                f"`{name}` must be {str(found)!r}, with which `init` has joined, but is "
-                f"{str(given[name])!r}: pass it to the first call"
+                f"`{name}` must be {str(found)!r}, as in the first init(), not {str(given[name])!r}"
             )
 
 

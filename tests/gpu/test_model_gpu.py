@@ -133,9 +133,8 @@ def of_their_own(device):
 
 
 REFUSED = (
-    "ValueError: `sync_batchnorm` must find batch norms with PyTorch's own forward, to replace it, "
-    "but `norm` (Doubled) has another: put what it adds into a module next to an nn.BatchNorm1d, "
-    "2d or 3d"
+    "ValueError: `sync_batchnorm` must find PyTorch's own batch norms, but `norm` (Doubled) has "
+    "another forward: add that in another module"
 )
 
 

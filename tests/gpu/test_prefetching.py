@@ -252,7 +252,7 @@ def test_a_transform_that_draws_on_the_gpu_for_a_share_raises():
     def draws(batch):
         return batch[0] + torch.rand(1, device=HERE.device)
 
-    with pytest.raises(RuntimeError, match="`batch_transform` must draw no random numbers from a"):
+    with pytest.raises(RuntimeError, match="`batch_transform` must draw no random numbers: pass"):
         next(iter(loader_of(0, 1, batch_transform=draws)))
 
 

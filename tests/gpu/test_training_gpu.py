@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  # the usual name
 from common_gpu import Smooth, nothing_waits, seeded
 from launched import launched
-from on_ranks import run
+from on_ranks import Raised, caught, run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
@@ -32,6 +32,7 @@ from pardata import (
     unwrap,
     wrap_model,
 )
+from pardata.model._replica_state import ReplicaState
 from pardata.strategies._step_metrics import StepMetrics
 
 ROWS, CLASSES = 14, 3  # shares of two ranks, and microbatches of 3, are uneven
@@ -300,6 +301,32 @@ def test_a_step_that_counts_nothing_leaves_zeros_and_a_loss_of_nan(dtype, hardwa
         assert gradients == [[[0.0] * 4] * 2, [0.0] * 2]
 
 
+def drifted(device, strategy):
+    """Return what four steps give, of which rank 1 takes larger ones: NaN, or an error."""
+    with init(device=device) as here:
+        seed_everything(0, deterministic=strategy == "exact")
+        model = wrap_model(nn.Linear(4, 2), strategy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + here.rank))
+        found = []
+        for batch in make_loader(torch.ones(16, 4), 4, microbatch_size=2, num_workers=0):
+            optimizer.zero_grad()
+            # DDP rearranges its buckets in the second step, which waits.
+            guard = nothing_waits(here.device) if found[1:] else contextlib.nullcontext()
+            with guard:
+                loss = caught(backward, model, lambda model, x: model(x).square().mean(), batch)
+            found.append(str(loss) if isinstance(loss, Raised) else bool(loss.isnan()))
+            optimizer.step()
+        return found
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "exact"])
+def test_weights_that_differ_give_nan_and_nothing_waits(strategy, over_nccl):
+    results = over_nccl(drifted, strategy, **ENV)
+    differs = len(results) > 1
+    for found in results:
+        assert found == [False, differs, False, differs]  # compared in steps 1, 2 and 4
+
+
 def launches_of_steps(device):
     """Return how many kernels and copies a step by hand with DDP launches, and one of backward."""
     with init(device=device) as here:
@@ -356,8 +383,10 @@ def told_and_heard(device, *metrics):
         for tally, loss, count, more in zip(tallies, losses, (3, 1), metrics, strict=True):
             metrics = {name: loss.expand(4) for name in more}
             tally.add((loss, {**metrics, "mean": Mean(loss * 3, loss)}), count, None)
-        layers = nn.Linear(1, 1), nn.Linear(1, 1)
-        total = sum(tally.message(2, layer) for tally, layer in zip(tallies, layers, strict=True))
+        layers = [nn.Identity() for _ in tallies]  # held by reference
+        for tally, layer in zip(tallies, layers, strict=True):
+            tally.replica = ReplicaState.of(layer)
+        total = sum(tally.message(2) for tally in tallies)
         for tally in tallies:
             tally.receive(total.clone(), None)
         found = [tally.result() for tally in tallies]
@@ -369,10 +398,11 @@ def test_what_ranks_tell_each_other_in_a_step_stops_no_gpu(device):
 
 
 def test_a_metric_on_the_cpu_stops_no_gpu_before_it_is_read(device):
-    tally, loss = StepMetrics(set()), torch.ones((), device=device)
+    tally, loss, layer = StepMetrics(set()), torch.ones((), device=device), nn.Identity()
     with nothing_waits(device):
         tally.add((loss, {"seen": torch.arange(3.0)}), 4, None)
-        told = tally.message(2, nn.Linear(1, 1))
+        tally.replica = ReplicaState.of(layer)
+        told = tally.message(2)
         tally.receive(told * 2, None)  # of two ranks that say the same
     mean, metrics = tally.result()
     assert (mean.item(), metrics["seen"].tolist()) == (1.0, [0.0, 1.0, 2.0])

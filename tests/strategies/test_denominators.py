@@ -216,12 +216,12 @@ def fails_on_one(batch):
 
 # One loss, negative counts and what is no number: tests/promises/errors.md.
 WRONG = {
-    "names of microbatches": (one_term, unlike_names, "`count` must return the same names for"),
+    "names of microbatches": (one_term, unlike_names, "`count` must return the same names, at"),
     "too many names": (one_term, too_many_on_one, "at most 32"),
     "names of ranks": (one_term, unlike_ranks, "every rank must pass the same to `backward`"),
-    "no dict of counts": (one_term, None, "for a dict of terms let `count` return a number"),
+    "no dict of counts": (one_term, None, "for a dict let `count` return a number for each"),
     "no text as a name": (one_term, lambda _: {"": 1}, "`count` must name terms by texts, but"),
-    "other terms": (one_term, lambda _: {"it": 1}, "a dict of losses for the names that `count`"),
+    "other terms": (one_term, lambda _: {"it": 1}, "a dict with keys ['it'], as `count`, but"),
     "an error on one rank": (weighted, fails_on_one, "labels"),
 }
 
@@ -274,10 +274,10 @@ def test_a_failing_rank_leaves_no_fraction_in_the_exact_sum(size):
 
 def test_a_batch_whose_first_tensor_has_no_rows_says_so():
     boxes, rows = torch.zeros(0, 4), torch.ones(3, 4)
-    with pytest.raises(ValueError, match="let a tensor with a row for each sample stand first"):
+    with pytest.raises(ValueError, match="put a tensor with a row for each sample first"):
         backward(
             nn.Linear(4, 1),
-            lambda model, batch: {"a": model(batch[1]).mean()},
-            (boxes.long(), rows),
-            count=lambda batch: {"a": len(batch[1])},
+            lambda model, batch: {"a": model(batch["rows"]).mean()},
+            {"boxes": boxes.long(), "rows": rows},
+            count=lambda batch: {"a": len(batch["rows"])},
         )

@@ -140,9 +140,13 @@ def low_precision():
 
 
 def autocast():
-    """Around the whole step, the backward and the sums of it too."""
-    with torch.autocast("cpu", torch.bfloat16):
-        told = one_step(seeded())
+    """In `loss_fn`, around the forward."""
+
+    def half(model, batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss_fn(model, batch)
+
+    told = one_step(seeded(), half)
     assert told["loss bits"] != plain()["loss bits"]
     return told
 
@@ -227,6 +231,8 @@ def states():
 
 
 class Buffered(nn.Module):
+    forward_updates_buffers = True
+
     def __init__(self):
         super().__init__()
         self.norm = nn.BatchNorm1d(6)
@@ -417,6 +423,8 @@ def layouts():
 class Exploding(nn.Module):
     """Its gradient is `factor` in the last microbatch, that of two rows."""
 
+    forward_updates_buffers = True
+
     def __init__(self, factor):
         super().__init__()
         self.calm, self.wild = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
@@ -505,8 +513,7 @@ def kept_by_reference():
 
 def sparse():
     with refused(
-        "TypeError: gradients must be dense under strategy 'exact', but that of `weight` is ",
-        "sparse: make the embedding with sparse=False",
+        "TypeError: gradients must be dense under 'exact', but `weight`'s is not: pass sparse=False"
     ):
         one_step(
             seeded(functools.partial(nn.Embedding, 9, 3, sparse=True)),
@@ -517,12 +524,12 @@ def sparse():
 CHANGES = {
     "(3,)": lambda net: setattr(net, "cache", torch.zeros(3)),
     "None": lambda net: setattr(net, "cache", None),
-    "None: keep": lambda net: delattr(net, "cache"),
+    "None: give": lambda net: delattr(net, "cache"),
 }
 
 
 def buffers_of_other_shapes():
-    text = "a buffer must keep its shape within a step under strategy 'exact', but `cache` was (2,)"
+    text = "a buffer must keep its shape in a step of 'exact', but `cache` was (2,)"
     for shown, change in CHANGES.items():
         net = nn.Linear(6, 3)
         net.register_buffer("cache", torch.zeros(2))
@@ -591,7 +598,7 @@ def at_other_steps():
     model = seeded()
     batches = list(steps(40, 20))
     if here.size > 1:
-        text = "RuntimeError: every rank must be at the same step of the same loader, train the "
+        text = "RuntimeError: every rank must have the same in `backward`, but `"
         with refused(text):
             backward(model, loss_fn, batches[here.rank == here.size - 1])
         unwrap(model).first.requires_grad_(here.rank > 0)
@@ -678,7 +685,7 @@ def test_two_gradients_of_one_parameter_in_a_backward_are_an_error():
         return sum(REENTRANT(model.forward, rows).square().mean() for _ in range(2))
 
     model = seeded(nn.Linear, 6, 3, False)
-    text = "a backward must give each parameter one gradient .* but `weight` got two: pass use_re"
+    text = "`weight` must get one gradient, not two: pass use_reentrant=False"
     with pytest.raises(RuntimeError, match=text):
         one_step(model, lambda model, batch: twice(model, batch) + 0 * model(batch[0]).mean())
     assert model.weight.grad is None

@@ -171,9 +171,7 @@ def test_a_large_model_without_blocks_warns_of_its_peak_memory():
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     text = (
-        "[0/2] Net is sharded at its root alone: in each step a rank holds all of its parameters "
-        "at once, {} GB, and their gradients as well; pass blocks='auto', or the classes of its "
-        "blocks, and a rank holds those of one block at a time"
+        "[0/2] Net is sharded at its root alone: a rank holds all {} GB at once; pass blocks='auto'"
     )
     half = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
     for most, options, lines in [
@@ -305,9 +303,7 @@ def test_no_gradient_is_lost_between_steps(size, microbatch_size):
             assert distance < 1e-12
             (text,) = texts
             assert text == (
-                "all gradients must be reduced, but a backward that failed, or that did not "
-                "synchronize, has made others, which are dropped now: leave "
-                "set_requires_gradient_sync(True), and call `backward` again"
+                "gradients are left unreduced: call set_requires_gradient_sync(True) and `backward`"
             )
 
 

@@ -76,10 +76,7 @@ def said_of(name, strategy):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("name", BATCHES)
 def test_ranks_that_train_on_the_same_samples_are_warned_once(name, strategy):
-    text = (
-        "all ranks train on the same samples: a plain DataLoader gives each of them the whole "
-        "dataset, and so does make_loader with distributed=False. Use make_loader without it."
-    )
+    text = "all ranks train on the same samples, as a plain DataLoader gives them: use make_loader"
     lines = run(said_of, name, strategy, world_size=2)
     assert [[text in line for line in own] for own in lines] == [[True] * BATCHES[name][1], []]
 

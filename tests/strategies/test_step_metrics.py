@@ -32,7 +32,6 @@ from pardata.data._plan import local_range
 from pardata.strategies import _ddp_reducer
 from pardata.strategies._step_metrics import StepMetrics
 
-DIGEST = 6  # numbers by which gradients are compared in a model's first step
 TOLD = 26  # numbers that each rank tells in a step: a count, hashes, loss and metrics
 STRATEGIES = ["ddp", "fsdp", "exact"]
 
@@ -306,7 +305,7 @@ def step_with(model, values):
 def test_many_gpu_metrics_are_compared_before_they_are_sent():
     assert run(numbers_on_a_gpu, [4, 4, 30, 30, 4], [4, 4, 30, 30, 4]) == [[True] * 5] * 2
     for (raised,) in run(numbers_on_a_gpu, [18], [25]):
-        assert "every rank must pass the same to `backward`, but `metrics` differs" in raised.text
+        assert "every rank must have the same in `backward`, but `metrics` differs" in raised.text
 
 
 # --- no collective of their own ---
@@ -339,12 +338,12 @@ def test_a_step_has_one_collective_that_of_the_gradients():
     numbers = sum(parameter.numel() for parameter in network().parameters())
     numbers += 2 * 4 * TOLD  # of each rank, in words of 16 bits
     for first, *others in run(collectives_of_steps, "ddp", world_size=2):
-        # What a step counts usually, the gradients, and whether all ranks have the same ones.
-        assert len(first) == 3
+        # What a step counts usually, and the gradients.
+        assert len(first) == 2
         assert others == [[numbers], [numbers]]
     # What microbatches count is known, and one rank has two of them.
     for first, *others in run(collectives_of_steps, "ddp", 2, world_size=2):
-        assert first == [numbers, DIGEST]
+        assert first == [numbers]
         assert others == [[numbers], [numbers]]
 
 
@@ -480,7 +479,7 @@ def all_left_out_under_exact(count):
 @pytest.mark.parametrize("size", [1, 2])
 def test_an_empty_microbatch_under_exact_requires_a_count(size):
     *others, found = run(all_left_out_under_exact, None, world_size=size)
-    assert "under strategy 'exact', whose weights are planned, but `collate_fn` has" in found.text
+    assert "under 'exact' `collate_fn` must keep all samples, but left some out: pass" in found.text
     assert found.type == "ValueError"
     assert all("another one failed: see its error" in other.text for other in others)
     assert run(all_left_out_under_exact, len, world_size=size) == [pytest.approx(2.4)] * size
@@ -534,7 +533,7 @@ def train_but(strayed, strategy):
 def test_ranks_at_different_steps_are_an_error_on_every_rank(strategy, strayed):
     for raised in run_caught(train_but, strayed, strategy, world_size=2):
         assert raised.type == "RuntimeError"
-        assert "the same to `backward`, but `step` differs:\n" in raised.text
+        assert "the same in `backward`, but `step` differs:\n" in raised.text
         assert "step='step 1 of epoch 0, of a loader with seed" in raised.text
         assert "Call `backward` for each step of one loader" in raised.text
 

@@ -364,7 +364,7 @@ def test_a_weight_that_differs_is_named_on_every_rank(size, culprit, ranks):
             assert re.fullmatch(
                 rf"every rank must hold the same weights, but `{name}` differs between ranks "
                 rf"\({number} of 9 parameters and buffers differ\):\n{table}Was it changed on some "
-                r"ranks only, or trained without the wrapped model's forward\?",
+                r"ranks, or trained without the wrapper\?",
                 raised.text,
             )
 

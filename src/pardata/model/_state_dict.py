@@ -56,13 +56,12 @@ def shard_like(value: Any, template: Any) -> Any:
 
     Each rank takes its shard of its own `value`, which is the same on every rank.
     """
-    if not hasattr(template, "device_mesh") or hasattr(value, "device_mesh"):
-        return value
+    fits = isinstance(value, Tensor) and value.shape == getattr(template, "shape", None)
+    if not fits or not hasattr(template, "device_mesh") or hasattr(value, "device_mesh"):
+        return value  # load_state_dict() raises if it does not fit
     # Already imported if the model is sharded.
     from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415  # takes 0.5 s
 
-    if not isinstance(value, Tensor) or value.shape != template.shape:
-        return value  # load_state_dict() raises for it
     full = value.detach().to(template.device)
     return distribute_tensor(full, template.device_mesh, template.placements, src_data_rank=None)
 
@@ -78,8 +77,7 @@ def _read_state(state: object) -> Mapping[str, Any]:
         # A module's get_extra_state() may return a dict.
         if isinstance(value, Mapping) and not str(key).endswith("_extra_state"):
             raise TypeError(
-                f"`state_or_path` must map names to tensors, but {key!r} holds a dict: if this is "
-                f"a checkpoint of several things, pass the model's part, as checkpoint[{key!r}]"
+                f"`state_or_path` must hold tensors, but {key!r} is a dict: pass state[{key!r}]"
             )
     return state
 
@@ -128,7 +126,6 @@ def read_weights(path: str | os.PathLike[str]) -> Any:
         # first sentence of torch's text: the next ones explain how to run the code in the file.
         sentence = str(error).partition("\n")[0].partition(". ")[0]
         raise RuntimeError(
-            f"{os.fspath(path)} must be a file of weights, written by torch.save or as "
-            f"safetensors, but cannot be read as one ({type(error).__name__}: {sentence}): is it "
-            f"complete, and does it hold nothing but tensors?"
+            f"{os.fspath(path)} must be a file of weights, but cannot be read as one "
+            f"({type(error).__name__}: {sentence}): is it complete, with nothing but tensors?"
         ) from error

@@ -42,6 +42,16 @@ def direct_tensors(part: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     return part._parameters, part._buffers
 
 
+def has_comm_hook(layer: nn.Module) -> bool:
+    """Return whether a user has given DDP a communication hook."""
+    return bool(getattr(layer, "_comm_hooks", ()))
+
+
+def write_count(tensor: Tensor) -> int:
+    """Return how often a tensor has been written in place, except by ``.data``."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def versions_of(state: Any) -> dict[str, dict[str, Any]]:
     """Return the metadata of a state dict: the version of each module by path; may be empty."""
     versions: dict[str, dict[str, Any]] = getattr(state, "_metadata", {})

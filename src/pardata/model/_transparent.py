@@ -65,9 +65,7 @@ class TransparentWrapper(nn.Module):
         if "_transparent" in self.__dict__:
             kind = "Module" if isinstance(value, nn.Module) else "Parameter"
             raise TypeError(
-                f"`{name}` must be set before the model is wrapped, but a {kind} is assigned "
-                f"through {type(self).__name__}, which would train it without synchronising: set "
-                f"it on the module, then call wrap_model"
+                f"`{name}` must be set before wrap_model, but a {kind} is set on the wrapped model"
             )
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
@@ -138,10 +136,8 @@ def forbid_unsynced_forward(wrapper: Any, name: str) -> Iterator[None]:
         trains = any(parameter.requires_grad for parameter in module.parameters())
         if trains and any(part is module for part in wrapper.module.modules()):
             raise RuntimeError(
-                f"`{name}` must not train through DistributedDataParallel, but it runs "
-                f"{type(module).__name__} with gradients, which would not be synchronised: "
-                f"call it from the model's forward, or under torch.no_grad() if nothing is "
-                f"trained, or as unwrap(model).{name} if the ranks are meant to differ"
+                f"`{name}` must not run {type(module).__name__} with gradients outside of the "
+                f"model's forward: call it there, under torch.no_grad(), or as unwrap(model).{name}"
             )
 
     # One global hook during the call, because its cost does not depend on the number of modules.

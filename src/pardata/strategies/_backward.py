@@ -4,21 +4,29 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, TypeVar, overload
 from weakref import WeakSet
 
+import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from pardata._validation import type_with_article
 from pardata.collectives._comm_errors import explain_comm_errors
 from pardata.data._batch import is_empty
 from pardata.data._microbatches import Microbatches
+from pardata.environment._device import device_kinds
 from pardata.environment._logger import get_logger
 from pardata.environment._world import is_single_process, require_world, world
-from pardata.model._grads_and_buffers import BufferSnapshot, StashedGradients
+from pardata.model._grads_and_buffers import BufferSnapshot, StashedGradients, mark_gradients
 from pardata.model._torch_internals import parameters_of, sync_batch_norms
 from pardata.model._unwrap import is_parallel
 from pardata.rng._rng_state import fork_rng, fork_torch_rng
 from pardata.store._current_op import current_op
-from pardata.strategies._forward import check_forward, scalar_loss, sum_terms, upcast, zero_backward
+from pardata.strategies._forward import (
+    check_arguments,
+    check_forward,
+    scalar_loss,
+    sum_terms,
+    upcast,
+    zero_backward,
+)
 from pardata.strategies._loss_weights import Count, LossWeights, Microbatch, positive
 from pardata.strategies._step import SEEN, Step, forbidden_in, metric_structures, microbatch_seed
 from pardata.strategies._step_metrics import StepMetrics
@@ -109,9 +117,9 @@ def backward(
             `Microbatches` it must call no collective, because ranks may run unequally many;
             `all_gather` with ``differentiable=True`` may be called where they run equally many.
         batch: the `Microbatches` of a loader or, except under ``"exact"``, one microbatch of any
-            kind. For a loader's batch, the number of samples is how many the loader read for it.
-            For any other batch it is the length of the first tensor, or of a list of dicts or
-            objects.
+            kind. For what a loader yielded, the number of samples is how many the loader read for
+            it. For any other batch, also a slice of one, it is the length of the first tensor, or
+            of a list of dicts or objects.
         count: returns what a microbatch counts for in place of its samples, for example its tokens:
             a number from 0 up. The loss of a microbatch that counts 0 is ignored, even if it is
             NaN. If `loss_fn` returns a dict of terms, `count` returns a dict with a number for
@@ -134,13 +142,17 @@ def backward(
         ValueError: a `count` is negative or not finite, all counts are 0, or the model is under
             ``no_sync()``.
         RuntimeError: `loss_fn` did not run `model` (one process checks that in the first step), or
-            the loss trains a parameter outside of `model`. Or `loss_fn` calls a collective. Or,
-            under ``"ddp"``, parameters were added, exchanged or converted since `wrap_model`, or
-            the gradients of the first step differ between ranks. Or, under ``"fsdp"``, a backward
-            has made gradients that no rank has reduced. Or the metrics differ in structure
-            between ranks, or the ranks are at different steps. On a GPU, different metrics and
-            different steps are an error in the first step only. In later steps `backward` returns
-            NaN for the loss and the metrics, because it does not wait for the GPU.
+            the loss trains a parameter outside of `model`. Or `loss_fn` calls a collective. Or
+            `backward` is called under autocast. Or, under ``"ddp"``, parameters were added,
+            exchanged or converted since `wrap_model`. Or, under ``"fsdp"``, a backward has made
+            gradients that no rank has reduced. Or, under ``"exact"``, a forward has changed a
+            floating-point buffer that no norm owns; other strategies warn of it.
+            Or ranks differ: in the step, the structure of metrics, the modes (``train()``,
+            ``eval()``), the trained parameters, the run's seed, or the weights. Weights are
+            compared in steps 1, 2, 4 … 32 of a model and in each 64th, under ``"ddp"`` and
+            ``"exact"``. The error names what differs. On a GPU it comes in the first step only. In
+            later steps `backward` returns NaN for the loss and the metrics, because it does not
+            wait for the GPU.
 
     >>> import torch
     >>> net, x = nn.Linear(1, 1), torch.arange(6.0).view(6, 1)
@@ -148,11 +160,15 @@ def backward(
     >>> torch.allclose(loss, net(x).square().mean())
     True
     """
+    if any(map(torch.is_autocast_enabled, device_kinds())) and torch.is_autocast_cache_enabled():
+        raise RuntimeError(
+            "`backward` must run outside of autocast: put `with torch.autocast(…)` into `loss_fn`"
+        )
     # In a single process a model is checked only in its first step.
     seen = count is None and is_single_process() and callable(loss_fn) and model in _checked_models
     if seen and (not isinstance(batch, Microbatches) or len(batch) == 1):
         return _single(model, loss_fn, batch, scaler)
-    _check_arguments(model, loss_fn)
+    check_arguments(model, loss_fn)
     step = _step_of(model, batch, scaler)
     step.loss_weights = LossWeights.of(batch, count, step)
     with explain_comm_errors("backward", batch), step.synchronized():
@@ -160,32 +176,12 @@ def backward(
             current_op.heartbeat()
             with step.microbatch(one), fork_torch_rng(microbatch_seed(batch, one.number)):
                 (_run if one.count else _run_placeholder)(step, model, loss_fn, one)
+        step.check_buffers()
     if type(step) is Step and step.size == 1:
         _checked_models.add(model)
     means = step.metrics.result()
-    _mark_drawn(batch)
+    _mark_done(model, batch)
     return means
-
-
-def _check_arguments(model: object, loss_fn: object) -> None:
-    """Raise for the arguments of ``loss.backward()`` or of a loss function."""
-    what = getattr(loss_fn, "__name__", type_with_article(loss_fn))
-    if isinstance(model, Tensor):
-        raise TypeError(
-            "`model` must be a module, but is a Tensor: in place of loss.backward(), call "
-            "backward(model, loss_fn, batch) with a function that returns the loss"
-        )
-    if not callable(loss_fn):
-        raise TypeError(
-            f"`loss_fn` must be a function of the model and a microbatch, but is {what}: call "
-            f"backward(model, loss_fn, batch)"
-        )
-    modules = {getattr(loss_fn, "__module__", ""), *(t.__module__ for t in type(loss_fn).__mro__)}
-    if modules & {"torch.nn.functional", "torch.nn.modules.loss"}:
-        raise TypeError(
-            f"`loss_fn` must run the model, but is {what}, which takes outputs and targets: write "
-            f"def loss_fn(model, batch): return criterion(model(batch[0]), batch[1])"
-        )
 
 
 def _single(model: nn.Module, loss_fn: LossFn, batch: Any, scaler: GradScaler | None) -> Any:
@@ -204,12 +200,13 @@ def _single(model: nn.Module, loss_fn: LossFn, batch: Any, scaler: GradScaler | 
             metrics, loss = None, scalar_loss(returned)
         (loss if scaler is None else scaler.scale(loss)).backward()
     means = upcast(loss.detach()) if metrics is None else metrics.result()
-    _mark_drawn(batch)
+    _mark_done(model, batch)
     return means
 
 
-def _mark_drawn(batch: Any) -> None:
-    """Count a successful call of `backward` with these microbatches: the next has other seeds."""
+def _mark_done(model: nn.Module, batch: Any) -> None:
+    """Record a successful call: the next one with these microbatches has other seeds."""
+    mark_gradients(model)
     if isinstance(batch, Microbatches):
         batch.runs += 1
 
@@ -225,10 +222,7 @@ def _step_of(model: nn.Module, batch: Any, scaler: GradScaler | None) -> Step:
         return step
     name = type(model).__name__
     if is_parallel(step.module):
-        raise ValueError(
-            f"`model` must be what wrap_model returned, but this {name} only holds a wrapped "
-            f"module, and nobody would synchronise the rest: wrap once, at the outside"
-        )
+        raise ValueError(f"`model` must be wrapped as a whole, but {name} only has a wrapped part")
     what = f"no strategy keeps the replicas of {name} equal: each of {world().size} ranks trains"
     _log.warning("%s its own; pass what wrap_model returned", what, ranks=[0], once=True)
     return step
@@ -243,10 +237,8 @@ def _check_batch_norms(step: Step, batch: Any) -> None:
         flags[_NORMS] = bool(sync_batch_norms(step.module))
     if flags[_NORMS] and any(norm.training for norm in sync_batch_norms(step.module)):
         raise ValueError(
-            "`batch` must be what a loader without `microbatch_size` yields for a model with "
-            "SyncBatchNorm, which takes the statistics of the global batch, but is Microbatches, "
-            "of which only some run at once: leave out microbatch_size, or sync_batchnorm, so that "
-            "each microbatch has its own"
+            "`batch` must not be Microbatches for a model with SyncBatchNorm, which needs the "
+            "global batch: leave out microbatch_size or sync_batchnorm"
         )
 
 

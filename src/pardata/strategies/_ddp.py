@@ -7,11 +7,16 @@ from types import MethodType
 from typing import Any, Never
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from pardata.collectives._comm_errors import explain_comm_errors
+from pardata.collectives._fingerprint import fingerprint_slots, fingerprints_match
 from pardata.data._batch import iter_tensors, uneven_shares
 from pardata.model._grads_and_buffers import StashedGradients, broadcast_coalesced
+from pardata.model._replica_state import CHECK_EVERY, ReplicaState
 from pardata.model._torch_internals import at_end_of_backward, parameters_of, uncompiled
 from pardata.model._transparent import TransparentWrapper, forbid_unsynced_forward
 from pardata.strategies import _ddp_reducer as reducer
@@ -58,33 +63,30 @@ class TransparentDDP(TransparentWrapper, DistributedDataParallel):
             # In the backward, because a single rank may run a forward, but not a backward.
             if self._has_unequal_buffers():
                 _after_backward(() if compiles else iter_tensors(output), self._broadcast_buffers)
-            if self._has_gradients_to_compare() and not compiles:
-                self._compare_after_backward(output)
+            is_early = (
+                not compiles
+                and ReplicaState.of(self).step < CHECK_EVERY
+                and self.process_group.size() > 1
+            )
+            if is_early:
+                # After the final callback of PyTorch's reducer, which is queued by then.
+                later = partial(at_end_of_backward, self._compare_replicas)
+                _after_backward(iter_tensors(output), later, otherwise=False)
         return output
 
-    def _has_gradients_to_compare(self) -> bool:
-        """Whether this is the first synchronised backward with these trained parameters.
-
-        Gradients of a user's communication hook are not compared.
-        """
-        return not (
-            self._reduced.trained in self._compared
-            or self.process_group.size() == 1
-            or self._comm_hooks
-        )
-
     @uncompiled
-    def _compare_after_backward(self, output: Any) -> None:
-        # After the final callback of PyTorch's reducer, which is queued by then.
-        later = partial(at_end_of_backward, self._compare_gradients)
-        _after_backward(iter_tensors(output), later, otherwise=False)
-
-    def _compare_gradients(self) -> None:
-        if self._has_gradients_to_compare():  # another backward may have compared them
-            self._compared.add(self._reduced.trained)
-            names = {parameter: name for name, parameter in self.module.named_parameters()}
-            named = [(names[p], p) for p in self._reduced.parameters if p in names]
-            reducer.compare_gradients(named, self.process_group)
+    def _compare_replicas(self) -> None:
+        """Compare the replicas after a ``loss.backward()``. Collective in some of them."""
+        state, size = ReplicaState.of(self), self.process_group.size()
+        state.step += 1
+        if not state.is_due:
+            return
+        device = next(self.module.parameters()).device
+        sums = torch.tensor(fingerprint_slots(state.text(), size), device=device)
+        with explain_comm_errors("loss.backward"):
+            dist.all_reduce(sums, group=self.process_group)
+        if not fingerprints_match(sums.tolist()):
+            state.raise_difference("loss.backward")
 
     def _has_unequal_buffers(self) -> bool:
         # By the module's mode, because unwrap(model).train() does not set the wrapper's.
@@ -97,8 +99,7 @@ class TransparentDDP(TransparentWrapper, DistributedDataParallel):
     def join_hook(self, **_: Any) -> Never:
         """Raise for ``join()``, in which finished ranks would not broadcast the buffers."""
         raise RuntimeError(
-            "`join()` must not be used with a model of wrap_model: make_loader gives each rank as "
-            "many steps, and backward weights unequal shares"
+            "`join()` must not be used after wrap_model: make_loader gives all ranks as many steps"
         )
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
@@ -113,7 +114,7 @@ class TransparentDDP(TransparentWrapper, DistributedDataParallel):
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
         # They belong to the reducer, which is created anew.
-        for name in ("_payload", "_reduced", "_compared"):
+        for name in ("_payload", "_reduced"):
             state.pop(name, None)
         return state
 
@@ -126,7 +127,6 @@ class TransparentDDP(TransparentWrapper, DistributedDataParallel):
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
         parameters, sparse = super()._build_params_for_reducer()
         self.__dict__["_reduced"] = reducer.ReducedParameters(self, parameters, sparse)
-        self.__dict__["_compared"] = set[tuple[bool, ...]]()
         return parameters, sparse
 
     @uncompiled
@@ -145,20 +145,14 @@ class TransparentDDP(TransparentWrapper, DistributedDataParallel):
 def _after_backward(
     outputs: Iterable[Tensor], action: Callable[[], None], *, otherwise: bool = True
 ) -> None:
-    """Run `action` at the end of the first backward through any of `outputs`.
+    """Run `action` at the end of each backward through any of `outputs`.
 
     If no output requires a gradient, run it at once, or never without `otherwise`.
     """
-    waiting = [action]
-
-    def begin(_gradient: Tensor) -> None:
-        if waiting:
-            at_end_of_backward(waiting.pop())
-
     ends = [tensor for tensor in outputs if tensor.requires_grad]
-    for tensor in ends:
-        tensor.register_hook(begin)
-    if not ends and otherwise:
+    if ends:
+        register_multi_grad_hook(ends, lambda _: at_end_of_backward(action), mode="any")
+    elif otherwise:
         action()
 
 
@@ -171,9 +165,7 @@ class DdpStep(DistributedStep):
     def _prepare(self) -> None:
         if not self.layer.require_backward_grad_sync:
             raise ValueError(
-                "`backward` must synchronise, but is called under no_sync(): leave out no_sync(), "
-                "because backward synchronises once a call; pass microbatch_size to make_loader to "
-                "accumulate"
+                "`backward` must run without no_sync(): pass microbatch_size to make_loader instead"
             )
         super()._prepare()
         self._is_transparent = isinstance(self.layer, TransparentDDP)  # not for PyTorch's class
@@ -182,9 +174,7 @@ class DdpStep(DistributedStep):
     def synchronized(self) -> Iterator[None]:
         if self.loss_weights.most > 1 and self.layer.static_graph:
             raise ValueError(
-                f"`static_graph` must be False if a rank has more than one microbatch, here "
-                f"{self.loss_weights.most}, because PyTorch cannot accumulate with it: leave it "
-                f"out of wrap_model"
+                f"`static_graph` must be False for {self.loss_weights.most} microbatches on a rank"
             )
         shares_memory = self.layer.gradient_as_bucket_view
         aside = StashedGradients(parameters_of(self.module), shares_memory=shares_memory)
@@ -213,20 +203,16 @@ class DdpStep(DistributedStep):
             reducer.reset_reducer(self.layer)
 
     def _finish(self) -> None:
-        """Raise unless all gradients were reduced. Collective in the first step."""
+        """Raise unless all gradients were reduced."""
         try:  # before the next collective, which would mix with reductions on other ranks
             self.layer._check_reducer_finalized()
         except RuntimeError as error:
             trained = ((n, p) for n, p in self.module.named_parameters() if p.requires_grad)
             unused = ", ".join(f"`{name}`" for name, p in trained if p.grad is None)
             raise RuntimeError(
-                f"every parameter must take part in the loss, but {unused or 'some'} did not, so "
-                f"its gradient was not synchronised: use all outputs in the loss, freeze what is "
-                f"not trained (requires_grad_(False)), or pass "
-                f"wrap_model(..., find_unused_parameters=True)"
+                f"every parameter must take part in the loss, but {unused or 'some'} did not: use "
+                f"it, freeze it (requires_grad_(False)), or pass find_unused_parameters=True"
             ) from error
-        if self._is_transparent:
-            self.layer._compare_gradients()
         if vars(self.layer).get("_stays_arranged"):
             reducer.reset_reducer(self.layer)
 
@@ -236,9 +222,8 @@ class DdpStep(DistributedStep):
             for name, parameter in self.module.named_parameters():
                 if parameter._post_accumulate_grad_hooks:
                     raise RuntimeError(
-                        f"a parameter must have no register_post_accumulate_grad_hook under "
-                        f"'ddp', but `{name}` has: it would see the gradient of one rank, before "
-                        f"the mean; step after backward, or wrap under 'fsdp'"
+                        f"`{name}` must have no register_post_accumulate_grad_hook under 'ddp', "
+                        f"but has: step after backward, or wrap under 'fsdp'"
                     )
         super().check(loss)
 
@@ -254,7 +239,7 @@ class DdpStep(DistributedStep):
         if self.size > 1:  # a model in PyTorch's class has no payload
             self._payload = getattr(self.layer, "_payload", None)
         if self._payload is not None:
-            self._payload.numbers = self.metrics.message(self.size, self.layer)
+            self._payload.numbers = self.metrics.message(self.size)
 
     def _sums(self) -> Tensor:
         return super()._sums() if self._payload is None else self._payload.sums()

@@ -1,9 +1,9 @@
-"""DDP's reducer: checks its parameters and gradients, resets it, adds a payload to its buckets.
+"""DDP's reducer: checks its parameters, resets it, adds a payload to its buckets.
 
 Does not replace DDP's reduction, which stays PyTorch's.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -12,8 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pardata.collectives._comm_errors import explain_comm_errors
-from pardata.collectives._fingerprint import fingerprint_slots, fingerprints_match
 from pardata.model._torch_internals import name_of, parameters_of
 
 # ruff: noqa: SLF001  # can go with a public reset after an error: pytorch/pytorch#114194
@@ -63,21 +61,18 @@ class ReducedParameters:
         name, was = name_of(parameter, model.module.named_parameters()), self._kinds
         if id(parameter) not in was and id(parameter) not in self._others:
             return RuntimeError(
-                f"a model must keep the parameters that it was wrapped with under 'ddp', which "
-                f"synchronises no others, but `{name}` was added or exchanged: change the model "
-                f"before wrap_model, or {_AGAIN}, and make a new optimizer"
+                f"under 'ddp' a model must keep its parameters, but `{name}` was added or "
+                f"exchanged: {_AGAIN}, and make a new optimizer"
             )
         if parameter.requires_grad and id(parameter) in was:
             before, now = (f"{d} on {where}" for d, where in (was[id(parameter)], _kind(parameter)))
             return RuntimeError(
-                f"a parameter must keep the dtype and device that it was wrapped with under "
-                f"'ddp', which does not synchronise it otherwise, but `{name}` was {before} and "
-                f"is {now}: convert the model before wrap_model, or {_AGAIN}"
+                f"under 'ddp' a parameter must keep its dtype and device, but `{name}` was "
+                f"{before} and is {now}: convert the model before wrap_model, or {_AGAIN}"
             )
         return RuntimeError(
-            f"a parameter must be frozen, or not, as it was when the model was wrapped under "
-            f"'ddp', which synchronises what was trainable then; but `{name}` is not: {_AGAIN}, or "
-            f"wrap it while all is trainable, with find_unused_parameters=True, and freeze it then"
+            f"under 'ddp' a parameter must be frozen, or not, as when wrapped, but `{name}` is "
+            f"not: {_AGAIN}, or wrap with find_unused_parameters=True and freeze it then"
         )
 
 
@@ -127,51 +122,6 @@ def _renew_reducer(model: Any) -> None:
     model.__dict__.pop("_payload", None)  # its hook is registered with the old reducer
     for hook, state in model._comm_hooks:
         register_hook(model, state, hook)
-
-
-# By the element size in bytes.
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def compare_gradients(named: Sequence[tuple[str, Tensor]], group: Any) -> None:
-    """Raise on every rank if the gradient of a parameter differs between ranks. Collective.
-
-    One small all-reduce compares a digest of all gradients' bits, and the host waits for it.
-
-    Raises:
-        RuntimeError: gradients differ; the error names the first parameter.
-    """
-    size, device = dist.get_world_size(group), named[0][1].device
-    digests = torch.stack([_digest(parameter.grad, device) for _, parameter in named])
-    with explain_comm_errors("comparing the gradients"):
-        sums = torch.tensor(fingerprint_slots(str(digests.tolist()), size), device=device)
-        dist.all_reduce(sums, group=group)
-        if fingerprints_match(sums.tolist()):
-            return
-        of_ranks = [torch.empty_like(digests) for _ in range(size)]
-        dist.all_gather(of_ranks, digests, group=group)
-    differs = (torch.stack(of_ranks) != of_ranks[0]).any(0).tolist()
-    raise RuntimeError(
-        f"every rank must have the same gradients after a synchronised backward, but that of "
-        f"`{named[differs.index(True)][0]}` differs between ranks ({sum(differs)} of {len(named)} "
-        f"parameters differ), so that the replicas would drift apart: pass use_reentrant=False to "
-        f"torch.utils.checkpoint, call the wrapped model and no module inside it, and change no "
-        f"gradient before the backward has ended"
-    )
-
-
-@torch.no_grad()
-def _digest(gradient: Tensor | None, device: torch.device) -> Tensor:
-    """Return the sum of a gradient's bits as integers, an int64 of shape ()."""
-    if gradient is None:
-        return torch.zeros((), dtype=torch.int64, device=device)
-    values = gradient.coalesce().values() if gradient.is_sparse else gradient
-    values = torch.view_as_real(values) if values.is_complex() else values
-    if values.element_size() > 1:
-        # Because NaN has many bit patterns.
-        values = values.nan_to_num(posinf=torch.inf, neginf=-torch.inf)
-    bits = values.contiguous().view(_BITS[values.element_size()])
-    return bits.sum(dtype=torch.int64).to(device)
 
 
 # Elements: gradients up to this size are copied in less time than a collective takes.

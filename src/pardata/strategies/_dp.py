@@ -1,6 +1,6 @@
 """Strategy "dp": a transparent DataParallel, in one process."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +16,7 @@ from pardata.strategies._strategy import Strategy, WrapOptions
 class TransparentDP(TransparentWrapper, DataParallel[nn.Module]):
     """`DataParallel` that is transparent, and gathers scalar losses to their mean."""
 
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        super().__init__(module, **options)
-        self._rows: list[int] = []
+    _rows: Sequence[int] = ()  # the number of rows of each part of the batch
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
         """Split the batch as PyTorch does, and record the number of rows of each part."""

@@ -1,4 +1,4 @@
-"""The forward of a step: checks that the model ran, sums terms of a loss, adds zeros."""
+"""The forward of a step: checks its arguments and that the model ran, sums terms, adds zeros."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,6 +11,25 @@ from torch.autograd.graph import Node, get_gradient_edge
 from pardata._validation import type_with_article
 from pardata.data._batch import iter_tensors
 from pardata.strategies._loss_weights import LossWeights, Microbatch
+
+
+def check_arguments(model: object, loss_fn: object) -> None:
+    """Raise for the arguments of ``loss.backward()`` or of a loss function."""
+    what = getattr(loss_fn, "__name__", type_with_article(loss_fn))
+    if isinstance(model, Tensor):
+        raise TypeError(
+            "`model` must be a module, but is a Tensor: call backward(model, loss_fn, batch)"
+        )
+    if not callable(loss_fn):
+        raise TypeError(
+            f"`loss_fn` must be a function, but is {what}: call backward(model, loss_fn, batch)"
+        )
+    modules = {getattr(loss_fn, "__module__", ""), *(t.__module__ for t in type(loss_fn).__mro__)}
+    if modules & {"torch.nn.functional", "torch.nn.modules.loss"}:
+        raise TypeError(
+            f"`loss_fn` must run the model, but is {what}, which takes outputs and targets: write "
+            f"def loss_fn(model, batch): return criterion(model(batch[0]), batch[1])"
+        )
 
 
 @contextmanager
@@ -37,8 +56,7 @@ def check_forward(model: nn.Module, *, keeps: bool) -> Iterator[list[Tensor]]:
         hook.remove()
     if not ran:
         raise RuntimeError(
-            "`loss_fn` must run the model that it is given, with gradients, but did not, so that "
-            "none would be synchronised: call model(…), and not a module inside it"
+            "`loss_fn` must run `model` with gradients, but did not: call model(…), not its parts"
         )
 
 
@@ -117,8 +135,7 @@ def sum_terms(
     if not isinstance(terms, Mapping) or terms.keys() != totals.keys():
         shown = [*terms] if isinstance(terms, Mapping) else type(terms).__name__
         raise TypeError(
-            f"`loss_fn` must return a dict of losses for the names that `count` returns, "
-            f"{[*totals]}, but returned {shown}: return the mean of each term under its name"
+            f"`loss_fn` must return a dict with keys {[*totals]}, as `count`, but returned {shown}"
         )
     losses = {name: scalar_loss(terms[name]) for name in totals}
     if microbatch.count:
@@ -145,10 +162,8 @@ def scalar_loss(loss: Any) -> Tensor:
         return loss.reshape(()) if loss.ndim else loss
     must = "`loss_fn` must return a tensor of one element"
     if isinstance(loss, Tensor):
-        but = f"returned one of shape {tuple(loss.shape)}: take the mean over the samples"
-        raise ValueError(f"{must}, but {but}")
+        raise ValueError(f"{must}, but returned one of shape {tuple(loss.shape)}: take the mean")
     raise TypeError(
-        f"{must}, but returned {type_with_article(loss)}: return the mean over the samples (of a "
-        f"model's output its `.loss`), or it and metrics: (loss, metrics); for a dict of terms "
-        f"let `count` return a number for each"
+        f"{must}, but returned {type_with_article(loss)}: return a mean over the samples "
+        f"(output.loss), or (loss, metrics); for a dict let `count` return a number for each term"
     )

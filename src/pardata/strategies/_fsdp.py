@@ -53,14 +53,12 @@ class FsdpStep(DistributedStep):
             mesh = getattr(parameter, "device_mesh", None)
             if mesh is None and parameter.requires_grad:
                 raise RuntimeError(
-                    f"each trained parameter must be sharded under 'fsdp', but `{name}` is not, so "
-                    f"that no rank would synchronise it: build the model with it, wrap that, and "
-                    f"call load_weights(new, old.state_dict(), strict=False)"
+                    f"each trained parameter must be sharded under 'fsdp', but `{name}` is not: "
+                    f"wrap a model with it, and load_weights(new, old.state_dict(), strict=False)"
                 )
             if mesh is not None and mesh.size() != self.size:
                 raise ValueError(
-                    f"the model must be sharded over all {self.size} ranks, but is so over "
-                    f"{mesh.size()}: give fully_shard a mesh of all ranks"
+                    f"fully_shard must get a mesh of all {self.size} ranks, but got {mesh.size()}"
                 )
 
     def _check_reduced(self) -> None:
@@ -68,9 +66,7 @@ class FsdpStep(DistributedStep):
         if fsdp_utils.has_unreduced_gradients(self.layer):
             fsdp_utils.reset_iter_state(self.layer)
             raise RuntimeError(
-                "all gradients must be reduced, but a backward that failed, or that did not "
-                "synchronize, has made others, which are dropped now: leave "
-                "set_requires_gradient_sync(True), and call `backward` again"
+                "gradients are left unreduced: call set_requires_gradient_sync(True) and `backward`"
             )
 
     @contextmanager
@@ -136,21 +132,15 @@ class FsdpStrategy(Strategy):
         if size % replicas:
             divisors = " or ".join(str(n) for n in range(1, size + 1) if size % n == 0)
             raise ValueError(
-                f"`replicate` must divide the number of ranks, {size}, but is {replicas}: pass "
-                f"{divisors}"
+                f"`replicate` must divide the {size} ranks, but is {replicas}: pass {divisors}"
             )
         if {"replicate", "mesh"} <= settings.options.keys():
-            raise ValueError(
-                "`replicate` must be left out where `mesh` is given, but both are: give the mesh "
-                "two dimensions, of replicas and of shards, or leave it out"
-            )
+            raise ValueError("`replicate` must be left out with `mesh`: pass a 2-D mesh instead")
         empty = [name for name, one in model.named_parameters() if one.is_meta]
         if empty and settings.world.is_main:
             raise ValueError(
-                f"`model` must hold weights on rank 0, but `{empty[0]}` is on the meta device "
-                f"there: build the model without torch.device('meta') on rank 0, from where the "
-                f"others get it; or, if that is too large, call fully_shard on its blocks and on "
-                f"it and to_empty(device=…), and fill it by load_weights or Checkpointer.restore"
+                f"rank 0 must build `model` without torch.device('meta'), but `{empty[0]}` is "
+                f"empty: or call fully_shard and to_empty(device=…) first, and load_weights after"
             )
 
     def facts(self, model: nn.Module, settings: WrapOptions) -> Facts:
@@ -225,11 +215,7 @@ def _warn_of_root_alone(module: nn.Module, settings: WrapOptions) -> None:
         return
     kind = getattr(settings.options.get("mp_policy"), "param_dtype", None)
     peak = sum(p.numel() * (kind or p.dtype).itemsize for p in module.parameters())
-    text = (
-        "%s is sharded at its root alone: in each step a rank holds all of its parameters at "
-        "once, %.2f GB, and their gradients as well; pass blocks='auto', or the classes of its "
-        "blocks, and a rank holds those of one block at a time"
-    )
+    text = "%s is sharded at its root alone: a rank holds all %.2f GB at once; pass blocks='auto'"
     _log.warning(text, type(module).__name__, peak / 1e9, ranks=[0], once=True)
 
 
@@ -240,9 +226,7 @@ def _refuse_dataclass(module: nn.Module, _args: object, output: object) -> None:
     kinds = (type(leaf).__name__ for _, leaf in leaves_with_path(output) if is_dataclass(leaf))
     if torch.is_grad_enabled() and (kind := next(kinds, None)) is not None:
         raise TypeError(
-            f"{type(module).__name__} must return tensors, in dicts, lists or tuples, but returns "
-            f"the dataclass {kind}, in which FSDP of torch {torch.__version__} finds none, and its "
-            f"gradients would be wrong: return a dict, or install torch 2.12"
+            f"{type(module).__name__} must return a dict, not dataclass {kind}, before torch 2.12"
         )
 
 
@@ -274,9 +258,7 @@ def _look(one: torch.optim.Optimizer, *_: object) -> None:
     parameters = [parameter for group in one.param_groups for parameter in group["params"]]
     if stale := sum(hasattr(parameter, _MARK) for parameter in parameters):
         raise RuntimeError(
-            f"the optimizer must have the parameters of the wrapped model, but {stale} of the "
-            f"{len(parameters)} in {type(one).__name__} are those that wrap_model has replaced, so "
-            f"that its steps would train nothing: make the optimizer after wrap_model"
+            f"{type(one).__name__} has {stale} parameters from before wrap_model: make it after"
         )
     _checked.add(one)
 

@@ -42,9 +42,7 @@ def _listed(module: nn.Module) -> list[nn.Module]:
     if found := [part for one in lists for part in _parts(one)]:
         return found
     raise ValueError(
-        f"`blocks` must be classes of modules for {type(module).__name__}, because it has no "
-        f"nn.ModuleList with more than a tenth of its parameters, but is 'auto': pass the classes "
-        f"of its blocks, or leave `blocks` out"
+        f"blocks='auto' finds no big nn.ModuleList in {type(module).__name__}: pass blocks=[Layer]"
     )
 
 
@@ -94,13 +92,11 @@ def _check_shared(module: nn.Module, found: list[nn.Module]) -> None:
     for name, one in module.named_modules():
         for key, parameter in one.named_parameters(recurse=False):
             holders.setdefault(parameter, {})[f"{name}.{key}".lstrip(".")] = one
-    shared = {parameter: names for parameter, names in holders.items() if len(names) > 1}
-    for block in found if shared else []:
+    for block in found:
         inside = set(block.modules())
-        for names in shared.values():
+        for names in holders.values():
             if 0 < sum(one in inside for one in names.values()) < len(names):
                 raise ValueError(
-                    f"`blocks` must not share parameters with the rest of the model, but "
-                    f"{' and '.join(map(repr, names))} are one, and a {type(block).__name__} holds "
-                    f"only some of these: pass classes that hold all, or leave `blocks` out"
+                    f"`blocks` must not share parameters, but {' and '.join(map(repr, names))} are "
+                    f"one, and a {type(block).__name__} holds only some: pass classes that hold all"
                 )

@@ -33,8 +33,8 @@ Counts = Mapping[str, float]
 Count = Callable[[Any], "float | Tensor | Mapping[str, float | Tensor]"]
 
 _SAME_SAMPLES = (
-    "all ranks train on the same samples: a plain DataLoader gives each of them the whole dataset, "
-    "and so does make_loader with distributed=False. Use make_loader without it."
+    "all ranks train on the same samples, as a plain DataLoader gives them: use make_loader, "
+    "without distributed=False"
 )
 _MOST_TERMS = 32  # terms of a loss, whose counts fit in the header of a collective
 
@@ -88,15 +88,13 @@ class StepCounts:
         for row in (shown := rows if is_shown else [self._ask_for(self._placeholder, int)]):
             if row.keys() != shown[0].keys() or len(row) > _MOST_TERMS + 1:
                 raise ValueError(
-                    f"`count` must return the same names for each microbatch, at most "
-                    f"{_MOST_TERMS}, but returned {sorted(shown[0])[1:]} and {sorted(row)[1:]}: "
-                    f"return 0 for a term that counts nothing"
+                    f"`count` must return the same names, at most {_MOST_TERMS}, but returned "
+                    f"{sorted(shown[0])[1:]} and {sorted(row)[1:]}: return 0 for an absent term"
                 )
         if unseen := [row for row in rows if not row[""] and any(row.values())]:
             raise ValueError(
-                f"`batch` must have samples where a term counts something, but its first tensor "
-                f"has no rows, and `count` returned {dict(unseen[0])}: let a tensor with a row for "
-                f"each sample stand first in the batch"
+                f"`count` must return 0 for a batch without samples, but returned "
+                f"{dict(unseen[0])}: put a tensor with a row for each sample first in the batch"
             )
         self.rows = rows
         self._names = sorted(shown[0]) if shown else [""]

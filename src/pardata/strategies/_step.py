@@ -1,9 +1,9 @@
 """One step of `backward`: in a single process, or with gradients that PyTorch reduces."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import lru_cache
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,16 +13,20 @@ from torch.amp import GradScaler
 
 from pardata.data._microbatches import Microbatches
 from pardata.environment._device import sequence_number
+from pardata.environment._logger import get_logger
 from pardata.environment._world import is_single_process, world
 from pardata.model._fsdp_utils import unsharded_parameters
-from pardata.model._grads_and_buffers import BufferSnapshot, StashedGradients
+from pardata.model._grads_and_buffers import BufferSnapshot, BufferWrites, StashedGradients
+from pardata.model._replica_state import ReplicaState
 from pardata.model._torch_internals import parameters_of, uncompiled
 from pardata.model._unwrap import wrapper_chain
-from pardata.rng._seeds import mix, run_seed
+from pardata.rng._seeds import mix, noise_seed, run_seed
 from pardata.store._current_op import forbidding_calls
 from pardata.strategies._forward import leaves_of
 from pardata.strategies._loss_weights import LossWeights, Microbatch, Replicas, start_all_reduce
 from pardata.strategies._step_metrics import StepMetrics
+
+_log = get_logger(__name__)
 
 _NOTHING = nullcontext()
 _LEAST = 1e-30  # changes no divisor except 0
@@ -74,17 +78,15 @@ def forbidden_in(batch: Any) -> AbstractContextManager[None]:
     if not isinstance(batch, Microbatches):
         return _NOTHING
     return forbidding_calls(
-        "must not be called in `loss_fn` with Microbatches, which may be unequally many on the "
-        "ranks: return numbers and metrics from `loss_fn`, or let `count` return what a microbatch "
-        "counts: backward takes their means over all ranks; or call it before backward"
+        "must not be called in `loss_fn` with Microbatches: return metrics, of which backward "
+        "takes the mean over all ranks, or call it before backward"
     )
 
 
 def _unequal_microbatches_error(microbatches: int, size: int) -> RuntimeError:
     return RuntimeError(
-        f"`loss_fn` must not call torch.distributed if ranks run unequally many microbatches, but "
-        f"has done so, and {size} ranks share {microbatches} microbatches: let it return sums and "
-        f"counts as metrics, or make microbatches that all ranks share equally"
+        f"`loss_fn` must not call torch.distributed if ranks run unequally many microbatches, here "
+        f"{microbatches} on {size} ranks: return metrics, or let ranks share them equally"
     )
 
 
@@ -118,10 +120,19 @@ class Step(Replicas):
         self.model, self.module = model, wrapper_chain(model)[-1]
         self.scaler, self.batch = scaler, batch
         self.metrics = StepMetrics(metric_structures(layer))
+        self._writes = BufferWrites(layer)
         self._prepare()
 
     def _prepare(self) -> None:
         """Set the ranks that run this step, and raise for a model or batch that cannot be run."""
+
+    def _begin_replica(self) -> None:
+        """Count the step, which ranks compare with the state of their replicas."""
+        self.metrics.replica = replica = ReplicaState.of(self.layer)
+        replica.step += 1
+        if isinstance(self.batch, Microbatches):  # other batches have no step number
+            where = f"step {self.batch.step} of epoch {self.batch.epoch}"
+            self.metrics.step = f"{where}, of a loader with seed {self.batch.seed}"
 
     @contextmanager
     def synchronized(self) -> Iterator[None]:
@@ -177,13 +188,24 @@ class Step(Replicas):
         for leaf in leaves_of(loss):
             if isinstance(leaf, nn.Parameter) and leaf not in parameters:
                 raise RuntimeError(
-                    f"the loss must train only the model that `backward` gets, but it also trains "
-                    f"a parameter of shape {tuple(leaf.shape)} outside of it, whose gradient no "
-                    f"rank would synchronise: freeze it during this call (requires_grad_(False) "
-                    f"before, requires_grad_(True) after), detach its output, or put both into "
-                    f"one module and wrap that"
+                    f"the loss must train only `model`, but also trains a parameter of shape "
+                    f"{tuple(leaf.shape)}: freeze it (requires_grad_(False)), or wrap both as one"
                 )
         vars(self.layer)[SEEN] = True
+
+    def check_buffers(self) -> None:
+        """Warn of a buffer that a forward has changed by the samples of this rank alone."""
+        if self.size > 1 or len(self.loss_weights.microbatches) > 1:
+            self._refuse_buffers(partial(_log.warning, ranks="all", once=True))
+
+    def _refuse_buffers(self, refuse: Callable[[str], None]) -> None:
+        if name := self._writes.find():
+            refuse(
+                f"a forward must change no floating-point buffer in `backward`, but has changed "
+                f"`{name}` by a part of the batch: return the statistic as a metric (a tensor, or "
+                f"Mean) and change the buffer after the step; or declare forward_updates_buffers "
+                f"= True in its module, if ranks may differ there"
+            )
 
     def backward(self, loss: Tensor, part: float) -> None:
         """Run the backward of a microbatch that is the fraction `part` of the global batch."""
@@ -203,9 +225,7 @@ class DistributedStep(Step):
     def _prepare(self) -> None:
         self.group = getattr(self.layer, "process_group", None)
         self.size = dist.get_world_size(self.group)
-        if isinstance(self.batch, Microbatches):  # other batches have no step number
-            where = f"step {self.batch.step} of epoch {self.batch.epoch}"
-            self.metrics.step = f"{where}, of a loader with seed {self.batch.seed}"
+        self._begin_replica()
 
     def _sums(self) -> Tensor:
         """Return the sums of all ranks' messages; see `StepMetrics.message`.
@@ -213,7 +233,7 @@ class DistributedStep(Step):
         The all-reduce is after the backward. So if the step fails on all ranks, in different
         microbatches, no rank has started a collective that others have not.
         """
-        return start_all_reduce(self.metrics.message(self.size, self.layer), self.group)()
+        return start_all_reduce(self.metrics.message(self.size), self.group)()
 
     def _take_means(self) -> None:
         """Set the means of metrics, and rescale the gradients if the assumed count was wrong.
@@ -224,6 +244,7 @@ class DistributedStep(Step):
             self.metrics.raise_refused()
             return
         self.metrics.receive(self._sums(), self.group)
+        self.metrics.spoil(self.metrics.replica.differs_on_device(self.group))
         divisor = self.metrics.total / self.loss_weights.global_total()
         if not isinstance(divisor, Tensor) and math.isclose(divisor, 1, rel_tol=1e-12):
             return  # sums of fractions may differ in the last bit
@@ -252,14 +273,8 @@ def microbatch_seed(batch: Any, number: int = 0) -> int:
     if isinstance(batch, Microbatches):
         seed = batch.seed if run_seed.seed is None else run_seed.seed
         again = [batch.runs] if batch.runs else []
-        return mix(_mixed(seed, batch.epoch) + batch.step, number, *again)
+        return mix(noise_seed(seed, batch.epoch) + batch.step, number, *again)
     run_seed.calls += 1
     seed = torch.default_generator.initial_seed() if run_seed.seed is None else run_seed.seed
     rank = 0 if is_single_process() else world().rank
-    return _mixed(seed, rank) + run_seed.calls
-
-
-@lru_cache(maxsize=16)
-def _mixed(*numbers: int) -> int:
-    """Cached `mix`, because its arguments repeat, and it takes microseconds of a step."""
-    return mix(*numbers, *b"noise")
+    return noise_seed(seed, rank) + run_seed.calls

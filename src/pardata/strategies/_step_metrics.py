@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -15,8 +14,8 @@ from pardata.collectives._all_reduce import cast_like, shape_text, unflatten_lik
 from pardata.collectives._fingerprint import Leaf, fingerprint_slots, fingerprints_match, number_of
 from pardata.data._batch import iter_tensors, num_samples
 from pardata.environment._device import widest_float_dtype, without_wait
-from pardata.environment._world import store_client, world
-from pardata.store._round import compare_facts
+from pardata.environment._world import world
+from pardata.model._replica_state import ReplicaState
 from pardata.strategies._forward import scalar_loss, upcast
 from pardata.strategies._loss_weights import positive
 
@@ -24,8 +23,6 @@ from pardata.strategies._loss_weights import positive
 _HASHES = 3
 _FRONT = 1 + 2 * _HASHES
 _VALUES = 19
-# The last compared structure of metrics that do not fit in the message, by model.
-_compared = WeakKeyDictionary[nn.Module, str]()
 
 
 @dataclass(frozen=True)
@@ -63,8 +60,7 @@ class Mean:
         of_total, of_count = (tuple(getattr(n, "shape", ())) for n in (self.total, self.count))
         if of_count not in ((), of_total):
             raise ValueError(
-                f"`count` must be one number, or have the shape of `total`, {of_total}, but has "
-                f"the shape {of_count}: return a mean for each count"
+                f"`count` must be a number or have the shape of `total`, {of_total}, not {of_count}"
             )
 
 
@@ -78,10 +74,12 @@ class StepMetrics:
         step: the step and its loader, as a text that ranks compare; "" if unknown.
         count: the count of this rank's microbatches.
         total: the count of all ranks' microbatches; a tensor on a GPU.
+        replica: the state of this replica, if there are several.
     """
 
     step: str = ""
     total: float | Tensor
+    replica: ReplicaState
     _text: str | None = None  # the structure of the metrics
     _metrics: Any = None
     _paths: tuple[KeyPath, ...] = ()
@@ -136,26 +134,27 @@ class StepMetrics:
         if self._error is not None:
             raise self._error
 
-    def message(self, size: int, layer: nn.Module) -> Tensor:
+    def message(self, size: int) -> Tensor:
         """Return this rank's message, a vector of shape (26,), for an all-reduce over `size` ranks.
 
         Collective on a GPU if further sums have a new structure: hashes are compared only later.
         """
-        front = [self.count, *fingerprint_slots(f"{self.step} {self.structure()}", size)]
+        text, replica = f"{self.step} {self.structure()} {self.replica.text()}", self.replica
+        front = [self.count, *fingerprint_slots(text, size)]
         sums = self._sums(self._seen, front)
         self._rest = sums[_FRONT + _VALUES :]
         rest = self.structure() if len(self._rest) else ""
-        if not sums.is_cpu and _compared.get(layer) != rest and size == world().size:
-            self.raise_of_structures()
-            _compared[layer] = rest
+        if not sums.is_cpu and replica.structure != rest and size == world().size:
+            replica.compare("backward", self.facts)
+            replica.structure = rest
         return sums[: _FRONT + _VALUES]
 
     def receive(self, sums: Tensor, group: Any) -> None:
         """Set the means from the sums of all messages, of shape (26,). Collective.
 
         Raises:
-            RuntimeError, ValueError: steps or structures differ, or the count is 0. On a GPU the
-                means are NaN instead, because the host does not wait.
+            RuntimeError, ValueError: steps, structures or replicas differ, or the count is 0. On a
+                GPU the means are NaN instead, because the host does not wait.
         """
         if not sums.is_cpu:
             self.total = sums[0]
@@ -165,13 +164,18 @@ class StepMetrics:
         else:
             count, *seen = sums[:_FRONT].tolist()
             if not fingerprints_match(seen):
-                self.raise_of_structures()
+                self.replica.raise_difference("backward", self.facts)
             self.total = positive(count)
         values = sums[_FRONT:]
         if len(self._rest):
             dist.all_reduce(self._rest, group=group)
             values = torch.cat([values, self._rest])
         self.set_means(values, self.total)
+
+    def spoil(self, differ: Tensor | None) -> None:
+        """Make the means NaN on a device where `differ` is true, for which the host cannot wait."""
+        if differ is not None and self._means is not None:
+            self._means = [mean.masked_fill(differ, torch.nan) for mean in self._means]
 
     def set_means(self, sums: Tensor, total: float | Tensor) -> None:
         """Set the means from the sums over all ranks; `total` is the count of the loss."""
@@ -228,19 +232,11 @@ class StepMetrics:
         """Return a text of the metrics' structure, which differs on a rank with an error."""
         return self._text or "" if self._error is None else f"refused on rank {world().rank}"
 
-    def raise_of_structures(self) -> None:
-        """Raise on every rank, after the fingerprints have differed, with a table. Collective."""
-
-        def facts() -> dict[str, object]:
-            if self._error is not None:
-                raise self._error
-            return {"step": self.step, "metrics": self._text or "none"}
-
-        cure = (
-            "Call `backward` for each step of one loader, and let `loss_fn` return the same "
-            "structure, on every rank."
-        )
-        compare_facts(store_client(), "backward", facts, cure)
+    def facts(self) -> dict[str, object]:
+        """Return the step and the structure of metrics; raise a kept error."""
+        if self._error is not None:
+            raise self._error
+        return {"step": self.step, "metrics": self._text or "none"}
 
 
 def _addend(leaf: Leaf, sums: Tensor) -> Any:
@@ -251,10 +247,7 @@ def _addend(leaf: Leaf, sums: Tensor) -> Any:
     return leaf if is_local else without_wait(leaf.to(sums.dtype), sums.device)
 
 
-_UNLIKE = (
-    "`loss_fn` must return metrics of the same structure for each microbatch, but did not: let it "
-    "not depend on the microbatch"
-)
+_UNLIKE = "`loss_fn` must return metrics of the same structure for each microbatch, but did not"
 
 
 def _numbers_of(metrics: Any) -> tuple[dict[KeyPath, Leaf], dict[KeyPath, Mean]]:
@@ -290,8 +283,7 @@ def _check_means(found: Mapping[KeyPath, Leaf], microbatch: Any) -> None:
         shape = leaf.shape if isinstance(leaf, Tensor) else ()
         if shape and shape[0] in rows and tuple(shape) != (1,):
             raise TypeError(
-                f"`{keystr('metrics', path)}` must be a mean over the microbatch, but its "
-                f"shape is {tuple(shape)}, a row for each of {shape[0]} samples: return its mean, "
-                f"or keep it and call all_gather after backward; pass list(metric) if its rows are "
-                f"no samples"
+                f"`{keystr('metrics', path)}` must be a mean over the microbatch, but its shape is "
+                f"{tuple(shape)}, a row for each sample: return its mean, or keep it and call "
+                f"all_gather after backward; if rows are classes, return Mean(total, count)"
             )

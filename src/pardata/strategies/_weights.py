@@ -109,8 +109,7 @@ def _compare(found: list[dict[str, Any]]) -> None:
     raise RuntimeError(
         f"every rank must hold the same weights, but `{differing[0]}` differs between ranks "
         f"({len(differing)} of {len(found[0])} parameters and buffers differ):\n"
-        f"{format_rank_table(rows)}\nWas it changed on some ranks only, or trained without "
-        f"the wrapped model's forward?"
+        f"{format_rank_table(rows)}\nWas it changed on some ranks, or trained without the wrapper?"
     )
 
 

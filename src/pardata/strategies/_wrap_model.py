@@ -26,9 +26,7 @@ _NONE = NoneStrategy()
 _SAME = "Build the same model, in the same order, with the same options, on every rank."
 
 # In the order in which `find_strategy` tries them: those that reduce gradients first.
-STRATEGIES: tuple[Strategy, ...] = (
-    *(ExactStrategy(), DdpStrategy(), FsdpStrategy(), DpStrategy(), _NONE),
-)
+STRATEGIES = (ExactStrategy(), DdpStrategy(), FsdpStrategy(), DpStrategy(), _NONE)
 
 # Types of options that are compared between ranks.
 _PLAIN = (bool, int, float, str)
@@ -140,34 +138,25 @@ def _check(model: nn.Module, chosen: Strategy, settings: WrapOptions) -> None:
     if is_parallel(model, but_for_sharded_parts=chosen.takes_sharded_parts):
         cure = "pass unwrap(model), or wrap once, at the outside"
         if any(isinstance(part, ShardedModule) for part in model.modules()):
-            cure = (
-                "build the model anew, because 'fsdp' has changed this one for good, and call "
-                "load_weights(new, old.state_dict())"
-            )
+            cure = "build a new one, and call load_weights(new, old.state_dict())"
         raise ValueError(
-            f"`model` must not be wrapped yet, but is or holds a wrapped module "
-            f"({type(model).__name__}): {cure}"
+            f"`model` must not be wrapped yet, but (a part of) {type(model).__name__} is: {cure}"
         )
     options = inspect.signature(chosen.options_of()).parameters.keys()
     allowed = {*options, *chosen.extra_options} - {"module"}
     for name in sorted(settings.options.keys() - allowed):
         raise TypeError(
-            f"`options` must be ones of strategy {chosen.name!r}, but {name!r} is not; there are "
-            f"{', '.join(sorted(allowed))}"
+            f"strategy {chosen.name!r} has no option {name!r}: it has {', '.join(sorted(allowed))}"
         )
     check_bool("sync_batchnorm", settings.sync_batchnorm)
-    if chosen.is_collective and not any(p.requires_grad for p in model.parameters()):
-        raise ValueError(
-            f"`model` must have a parameter to train under strategy {chosen.name!r}, but "
-            f"{type(model).__name__} has none that requires a gradient: use strategy='none'"
-        )
     if chosen.is_collective:
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise ValueError(f"{type(model).__name__} has nothing to train: use strategy='none'")
         _check_devices(model, chosen)
         _check_embeddings(model, chosen)
     if chosen.needs_group and settings.world.backend is None:
         raise RuntimeError(
-            f"strategy {chosen.name!r} needs a process group, but this process is in none: call "
-            f"`pardata.init()` first, or use strategy='auto'"
+            f"strategy {chosen.name!r} needs a process group, but has none: call `pardata.init()`"
         )
     chosen.check(model, settings)
     if settings.sync_batchnorm and settings.world.size > 1 and chosen.is_collective:
@@ -191,10 +180,8 @@ def _check_embeddings(model: nn.Module, chosen: Strategy) -> None:
     for name, part in model.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
             raise ValueError(
-                f"an embedding must not have `max_norm` under strategy {chosen.name!r}, but "
-                f"`{name or 'model'}` has {part.max_norm}: each rank would scale the rows of its "
-                f"own samples alone; leave it out, and after each optimizer.step() call "
-                f"weight.data.renorm_({part.norm_type:g}, 0, {part.max_norm})"
+                f"`{name or 'model'}` must not have `max_norm` under {chosen.name!r}: after each "
+                f"step call weight.data.renorm_({part.norm_type:g}, 0, {part.max_norm}) instead"
             )
 
 
@@ -208,9 +195,8 @@ def _check_batch_norms(model: nn.Module) -> None:
         is_other = isinstance(module, BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
         if is_other and getattr(module.forward, "__func__", None) is not BatchNorm.forward:
             raise ValueError(
-                f"`sync_batchnorm` must find batch norms with PyTorch's own forward, to replace "
-                f"it, but `{name or 'model'}` ({type(module).__name__}) has another: put what it "
-                f"adds into a module next to an nn.BatchNorm1d, 2d or 3d"
+                f"`sync_batchnorm` must find PyTorch's own batch norms, but `{name or 'model'}` "
+                f"({type(module).__name__}) has another forward: add that in another module"
             )
 
 
@@ -254,12 +240,9 @@ def find_strategy(model: nn.Module) -> tuple[Strategy, nn.Module]:
         TypeError: `model` is no module.
     """
     check_module(model)
-    found = wrapper_chain(model)
-    for strategy in STRATEGIES:
-        for layer in found:
-            if isinstance(layer, strategy.wrapper):
-                return strategy, layer
-    return _NONE, model
+    chain = wrapper_chain(model)
+    found = ((s, layer) for s in STRATEGIES for layer in chain if isinstance(layer, s.wrapper))
+    return next(found, (_NONE, model))
 
 
 def strategy_of(model: nn.Module) -> Strategy:

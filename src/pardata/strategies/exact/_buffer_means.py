@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from pardata._pytree import bytes_of
 from pardata.environment._device import widest_float_dtype
 from pardata.model._grads_and_buffers import real_buffers
+from pardata.model._replica_state import bits_of
+from pardata.store._round import Facts
 from pardata.strategies._loss_weights import Microbatch
 from pardata.strategies.exact._tree_all_reduce import IDENTITY, TreeLayout, TreeStack
 
@@ -50,6 +52,12 @@ class BufferMeans:
             b"".join(map(bytes_of, values)), zlib.crc32(repr(self.shapes).encode())
         )
         self._stack = TreeStack[Tensor](layout.count, Tensor.add_)
+
+    def facts(self) -> Facts:
+        """Return the shapes and bits of the buffers at the start of the step, by name."""
+        return {
+            name: f"shape {tuple(b.shape)}, bits {bits_of(b)}" for name, b in self._start.items()
+        }
 
     def add(self, microbatch: Microbatch, values: Tensor) -> None:
         """Add a microbatch's changes of buffers, and the `values` of loss and metrics; restore.
@@ -128,9 +136,8 @@ class BufferMeans:
         for name, shape in self.shapes.items():
             if shapes.get(name) != shape:
                 raise RuntimeError(
-                    f"a buffer must keep its shape within a step under strategy 'exact', but "
-                    f"`{name}` was {shape} and is {shapes.get(name)}: keep what grows in a plain "
-                    f"attribute, or give the buffer its full size from the beginning"
+                    f"a buffer must keep its shape in a step of 'exact', but `{name}` was {shape} "
+                    f"and is {shapes.get(name)}: give it its full size from the beginning"
                 )
         return now
 

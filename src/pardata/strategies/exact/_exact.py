@@ -71,9 +71,8 @@ class ExactModel(TransparentWrapper, Wrapper):
         if differ := [name for name in now if then.get(name) != now[name]]:
             diff = ", ".join(f"{key} was {then.get(key)!r} and is {now[key]!r}" for key in differ)
             raise ValueError(
-                f"an exact run must keep the kernels that it began with, but {diff}: resume "
-                f"where it began (threads: wrap_model(..., threads=…)) and with its precisions, "
-                f"or load into unwrap(model), for a run that is no longer the same to the last bit"
+                f"an exact run must keep its kernels, but {diff}: resume where it began, with its "
+                f"threads=… and precisions, or load into unwrap(model) for a run that is not exact"
             )
 
 
@@ -86,9 +85,7 @@ class ExactStrategy(Strategy):
     def check(self, model: nn.Module, settings: WrapOptions) -> None:
         if settings.sync_batchnorm or sync_batch_norms(model):
             raise ValueError(
-                "`sync_batchnorm` must be False under strategy 'exact', but is True or was before: "
-                "make the model anew without it, because there batch norm takes the statistics of "
-                "microbatches, the same at every world size"
+                "`sync_batchnorm` must be False under strategy 'exact': make the model without it"
             )
         check_int("threads", settings.options.get("threads", 1), least=1)
 

@@ -14,8 +14,8 @@ from pardata.environment._world import cpu_group_and_device, world
 from pardata.model._grads_and_buffers import StashedGradients
 from pardata.model._torch_internals import parameters_of
 from pardata.rng._rng_state import ForkedRng, default_generators, seed_generators
-from pardata.rng._seeds import mix, run_seed
 from pardata.store._rank_errors import mark_secondary
+from pardata.store._round import Facts
 from pardata.strategies._loss_weights import Microbatch, start_all_reduce
 from pardata.strategies._step import Step, active_step, microbatch_seed
 from pardata.strategies.exact._buffer_means import BufferMeans
@@ -29,15 +29,13 @@ class _Agreement(NamedTuple):
     """The result of the comparison of all ranks, before gradients are sent.
 
     Attributes:
-        is_same: whether ranks are at the same step and train the same parameters.
+        is_same: whether step, structure of metrics and replica are the same on all ranks.
         has_failed: whether a rank has failed.
-        is_alike: whether the results of `loss_fn` have the same structure.
         first: the number of the first microbatch of the step that counts.
     """
 
     is_same: bool = False
     has_failed: bool = False
-    is_alike: bool = False
     first: int = _NONE
 
 
@@ -59,10 +57,10 @@ class ExactStep(Step):
         if not isinstance(self.batch, Microbatches):
             raise TypeError(
                 f"`batch` must be Microbatches under strategy 'exact', but is a "
-                f"{type(self.batch).__name__}: pass microbatch_size to make_loader, so that they "
-                f"are the same at every world size"
+                f"{type(self.batch).__name__}: pass microbatch_size to make_loader"
             )
         self._sums = self.layer.exact
+        self._begin_replica()
         # Raised in the step, so that other ranks get an error too.
         self._refusal: Exception | None = numerics_error(self.model, self._sums.threads)
 
@@ -92,9 +90,7 @@ class ExactStep(Step):
         """Create the sums of the step."""
         if self.loss_weights.dropped_samples:
             self._refusal = self._refusal or ValueError(
-                "a microbatch must have the samples that were read for it under strategy 'exact', "
-                "whose weights are planned, but `collate_fn` has left some out: pass `count`, to "
-                "tell how many there are"
+                "under 'exact' `collate_fn` must keep all samples, but left some out: pass `count`"
             )
         module = self._sums.module
         self._sums.train({n: p for n, p in module.named_parameters() if p.requires_grad})
@@ -104,26 +100,35 @@ class ExactStep(Step):
         self._means = BufferMeans(module, self._layout, self._first)
         self._sums.begin_step(self._layout, self._may_send)
 
+    def check_buffers(self) -> None:
+        """Raise for a buffer that a forward has changed, in a single process too."""
+
+        def refuse(text: str) -> None:
+            raise RuntimeError(f"under strategy 'exact' {text}")
+
+        self._refuse_buffers(refuse)
+
     def send(self) -> None:
         """Start the comparison of all ranks, before the last backward."""
         self._ask(failed=False)
 
     def _ask(self, *, failed: bool) -> None:
-        facts = self._key(), failed, zlib.crc32(self.metrics.structure().encode()), self._first
+        # After an error on a GPU each kernel may raise it again.
+        facts = 0 if failed else self._key(), failed, self._first
         self._vote = CheckedCollective("backward", dict, str).start_min_max(facts)
 
     def _outcome(self) -> _Agreement:
         """Return the result of the comparison; waits for it once."""
         if self._vote is not None:
             vote, self._vote, self._answer = self._vote, None, _Agreement()  # also if it raises
-            (key, other_key), (_, failed), (text, other_text), (first, _) = vote()
-            self._answer = _Agreement(key == other_key, bool(failed), text == other_text, first)
+            (key, other_key), (_, failed), (first, _) = vote()
+            self._answer = _Agreement(key == other_key, bool(failed), first)
         return self._answer or _Agreement()
 
     def _may_send(self) -> bool:
         """Whether ranks agree, because gloo ends a process that receives unexpected data."""
         outcome = self._outcome()
-        return outcome.is_same and outcome.is_alike and not outcome.has_failed
+        return outcome.is_same and not outcome.has_failed
 
     @contextmanager
     def microbatch(self, microbatch: Microbatch) -> Iterator[None]:
@@ -133,6 +138,7 @@ class ExactStep(Step):
         self._sums.begin(microbatch, last=microbatch is self.loss_weights.microbatches[-1])
         seed_generators(microbatch_seed(self.batch, microbatch.number), default_generators()[:-1])
         yield
+        self.check_buffers()
         self._sums.end()
         self._means.add(microbatch, self.metrics.last())
 
@@ -154,6 +160,8 @@ class ExactStep(Step):
             raise failed or _failed_elsewhere()
         total = self.loss_weights.global_total()
         self.metrics.set_means(self._means.apply(sums, total), total)
+        if self.size > 1:
+            self.metrics.spoil(self.metrics.replica.differs_on_device(None))
         self._sums.set_gradients(used)
 
     def _send_separately(self, rows: Tensor, flags: list[bool]) -> tuple[list[bool], Tensor]:
@@ -170,30 +178,26 @@ class ExactStep(Step):
     def _require_agreement(self, failed: Exception | None) -> _Agreement:
         """Return the result of the comparison; raise on every rank if ranks differ."""
         outcome = self._outcome()
-        if not outcome.is_same:
-            msg = (
-                f"every rank must be at the same step of the same loader, train the same "
-                f"parameters, have the same buffers and the same seed, but they differ; this one "
-                f"is at step {self.batch.step} of epoch {self.batch.epoch}, trains "
-                f"{len(self._sums.parameters)} parameters and has seed {run_seed.seed}: call "
-                f"backward equally often, freeze the same, run batch norm in training mode in "
-                f"`backward` alone, and call seed_everything with the same seed, on every rank"
-            )
-            raise failed or RuntimeError(msg)
         if outcome.has_failed:
             raise failed or _failed_elsewhere()
         if self.size == 1:
             self.metrics.raise_refused()
-        if not outcome.is_alike:
-            self.metrics.raise_of_structures()
+        if not outcome.is_same:
+            self.metrics.replica.raise_difference("backward", self._facts)
         return outcome
 
     def _key(self) -> int:
-        """Return a hash of the step, the trained parameters and buffers, which ranks compare."""
-        batch = self.batch
-        step = batch.epoch, batch.step, microbatch_seed(batch)
-        model = self._sums.digest, self._means.digest
-        return mix(batch.seed, *step, *batch.counts, *model) % 2**52
+        """Return a hash of the step, its structure and the replica, which ranks compare."""
+        if self.size == 1:
+            return 0
+        step, batch, metrics = self.metrics.step, self.batch, self.metrics.structure()
+        replica = self._sums.digest, self._means.digest, self.metrics.replica.text()
+        return zlib.crc32(repr((step, batch.counts, batch.runs, metrics, replica)).encode())
+
+    def _facts(self) -> Facts:
+        """Return what `_key` is a hash of, except the state of the replica."""
+        facts = {"microbatches": self.batch.counts, "earlier calls": self.batch.runs}
+        return {**self.metrics.facts(), **facts, **self._means.facts()}
 
 
 def _failed_elsewhere() -> RuntimeError:

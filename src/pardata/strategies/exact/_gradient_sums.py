@@ -95,20 +95,17 @@ class GradientSums:
         bucket = self._bucket_of.get(parameter)
         if bucket is None:
             raise RuntimeError(
-                f"what is trained must not change within a step under strategy 'exact', but a "
-                f"parameter of shape {tuple(parameter.shape)} got a gradient that was frozen, or "
-                f"not there, when it began: call requires_grad_() before backward"
+                f"what is trained must not change in a step of 'exact', but a parameter of shape "
+                f"{tuple(parameter.shape)} did: call requires_grad_() before backward"
             )
         name = partial(name_of, parameter, self.parameters.items())
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise TypeError(
-                f"gradients must be dense under strategy 'exact', but that of `{name()}` is "
-                f"sparse: make the embedding with sparse=False"
+                f"gradients must be dense under 'exact', but `{name()}`'s is not: pass sparse=False"
             )
         if parameter not in bucket.missing:
             raise RuntimeError(
-                f"a backward must give each parameter one gradient under strategy 'exact', but "
-                f"`{name()}` got two: pass use_reentrant=False to torch.utils.checkpoint"
+                f"`{name()}` must get one gradient, not two: pass use_reentrant=False to checkpoint"
             )
         bucket.missing.discard(parameter)
         if not bucket.missing and self._counts:
@@ -183,6 +180,5 @@ def _received(hooked_by: "ref[GradientSums]", parameter: nn.Parameter) -> None:
         name = name_of(parameter, sums.module.named_parameters())
         raise RuntimeError(
             f"under strategy 'exact' only `pardata.backward` must run a backward, but `{name}` got "
-            f"a gradient from another: call backward(model, loss_fn, batch) in place of "
-            f"loss.backward()"
+            f"another gradient: call backward(model, loss_fn, batch)"
         )

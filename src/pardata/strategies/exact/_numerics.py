@@ -50,15 +50,9 @@ def _wrong_settings(parameters: Iterable[nn.Parameter], threads: int) -> Iterato
         yield "torch.backends.cudnn.benchmark must be False, but is True: set it to False"
     on_cpu = all(one.is_cpu or one.is_meta for one in parameters)
     if not on_cpu and torch.get_deterministic_debug_mode() < 2:  # only level 2 raises
-        yield (
-            "a GPU must have deterministic algorithms, but they are off, or only warned of: call "
-            "seed_everything(seed, deterministic=True), before anything runs there"
-        )
+        yield ("GPUs need deterministic algorithms: call seed_everything(seed, deterministic=True)")
     if on_cpu and (now := torch.get_num_threads()) != threads:
-        yield (
-            f"PyTorch must keep its {threads} thread(s), but now has {now}: leave "
-            f"torch.set_num_threads alone, or wrap with threads={now} from the beginning"
-        )
+        yield (f"PyTorch must keep {threads} thread(s), not {now}: call wrap_model(threads={now})")
 
 
 def _wrong_compilations(parts: Iterable[nn.Module]) -> Iterator[str]:
@@ -76,9 +70,8 @@ def _wrong_compilations(parts: Iterable[nn.Module]) -> Iterator[str]:
         else:
             continue
         yield (
-            f"a model must be compiled with dynamic=False and not be tuned, but a "
-            f"{type(unwrap(part)).__name__} was compiled {how}: pass torch.compile(model, "
-            f"dynamic=False), without mode='max-autotune'"
+            f"a model must be compiled by torch.compile(model, dynamic=False), without "
+            f"mode='max-autotune', but a {type(unwrap(part)).__name__} was compiled {how}"
         )
 
 

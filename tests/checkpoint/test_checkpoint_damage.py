@@ -153,7 +153,7 @@ def test_restore_at_a_step_loads_it_or_raises(size, saved, tmp_path):
         text = f"RuntimeError: one of the checkpoints of step 2 in {directory} must be complete"
         assert str(second).startswith(text)
         assert ninth.type == "ValueError"
-        assert ninth.text.endswith(f"a checkpoint, but is 9: {directory} has 1, 2, 3")
+        assert ninth.text.endswith(f"`at` must be a saved step, but is 9: {directory} has 1, 2, 3")
 
 
 def restore_steps(directory, *steps):
@@ -173,9 +173,9 @@ def test_ranks_must_see_the_same_disk(saved, tmp_path):
     found = run_caught(restore_where_rank_0_alone_sees, tmp_path, world_size=3)
     for unseen, relative in found:
         place = "/proc/self/cwd/run/attempt-0001-step-0"
-        text = f"RuntimeError: every rank must see the checkpoints, but {place}"
+        text = f"RuntimeError: {place}"
         assert str(unseen).startswith(text)
-        assert "is not there for ranks 1, 2: save to a disk that all nodes share" in unseen.text
+        assert "is not there for ranks 1, 2: save to a disk of all nodes" in unseen.text
         assert "the same to `Checkpointer.restore`, but `directory` differs:\n" in relative.text
         assert f"directory='{tmp_path}/elsewhere/run'" in relative.text
 

@@ -54,7 +54,7 @@ def test_a_checkpoint_is_synced_to_disk_before_it_is_renamed(tmp_path, monkeypat
 
 
 # How it begins, for one who writes, which returns how it ends; and what every rank is told.
-GONE = "must stay, but {} is gone: was it removed, or its"
+GONE = "{} must stay, but is gone: was it removed, or its"
 NEWER = "but another one has begun (process"
 NO_ROOM = "[Errno 27] File too large, while saving step 2: earlier checkpoints are still in {}"
 NO_ROOM_FOR_SHARDS = "not all ranks could read or write their parts: rank 1: "

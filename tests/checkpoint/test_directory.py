@@ -146,7 +146,7 @@ def test_the_older_of_two_writers_raises_and_writes_nothing(end, tmp_path):
             f"one run at a time must write to {tmp_path}, but another one has begun (process "
             f"{os.getpid()} on "
         )
-        assert "this run is the older one and must end; give it a directory" in str(raised.value)
+        assert "this run is the older one and must end; give each a directory" in str(raised.value)
         assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -33,12 +33,14 @@ def own_things(rank):
 
 def save_own(directory, asynchronous):
     rank = world().rank
+    torch.manual_seed(0)
+    model = nn.Linear(2, 2)
     torch.manual_seed(rank)
     checkpointer = Checkpointer(directory, keep=2, keep_best="best", asynchronous=asynchronous)
     for step in range(4):
         own = own_things(rank)
         own["hidden"][0] += step
-        checkpointer.save(step, best=-step, model=nn.Linear(2, 2), per_rank=own)
+        checkpointer.save(step, best=-step, model=model, per_rank=own)
         own["hidden"][0].zero_()  # what is saved is what there was
         own["buffer"].state["rows"].zero_()
     return checkpointer.steps(), [p.tolist() for p in own["critic"].parameters()]

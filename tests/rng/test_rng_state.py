@@ -41,7 +41,7 @@ def test_each_generator_is_restored_and_a_draw_raises(name):
     expected = [torch.as_tensor(DRAWS[name]()) for _ in range(2)]
     seed_generators(1)
     DRAWS[name]()
-    text = "`collate_fn` must draw no random numbers from a batch whose size depends on"
+    text = "`collate_fn` must draw no random numbers: pass `microbatch_size`"
     with fork_rng(), pytest.raises(RuntimeError, match=text), forbid_rng_use("collate_fn", CPU):
         DRAWS[name]()
     found = [torch.as_tensor(DRAWS[name]()) for _ in range(2)]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pardata._validation import check_bool, check_int, local_path, plain_number
+from pardata._validation import FixedArguments, check_bool, check_int, local_path, plain_number
 from pardata.checkpoint import _dcp as shards
 from pardata.checkpoint._directory import CheckpointDirectory, Retention, checkpoint_names
 from pardata.checkpoint._manifest import STATE, Record, save
@@ -20,6 +20,7 @@ from pardata.checkpoint._snapshot import Snapshot, check_stateful
 from pardata.collectives._all_gather import gather_to_rank_zero
 from pardata.collectives._barrier import rank_zero_call
 from pardata.collectives._comm_errors import explain_comm_errors
+from pardata.data._loader import Loader
 from pardata.environment._device import new_gloo_group
 from pardata.environment._logger import flush_output, get_logger
 from pardata.environment._world import World, require_world, store_client
@@ -29,12 +30,12 @@ from pardata.store._round import compare_facts, exchange, raise_if_different, re
 _log = get_logger(__name__)
 
 _CURE = (
-    "Pass the same on all ranks: `per_rank` saves what each has of its own, and `rank_zero_call` "
-    "gives all the name of a directory that rank 0 has made."
+    "Pass the same on all ranks, and what each has of its own in `per_rank`. An optimizer that "
+    "ranks share must gather its `state_dict`. `rank_zero_call` gives all the name of a directory."
 )
 
 
-class Checkpointer(AbstractContextManager["Checkpointer"]):
+class Checkpointer(FixedArguments, AbstractContextManager["Checkpointer"]):
     """Saves the state of a run to a directory, and restores the newest complete checkpoint.
 
     Every rank makes one and calls every method. Rank 0 writes, except for sharded parameters
@@ -70,6 +71,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
     Restored(step=10, values={'best': 0.5})
     """
 
+    _arguments = frozenset({"directory", "keep", "keep_best", "asynchronous"})
+
     def __init__(
         self,
         directory: str | os.PathLike[str],
@@ -102,7 +105,10 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
                 ``load_state_dict``: a model under any strategy, an optimizer, a scheduler, a
                 loader. Of anything else it takes the value: tensors, numbers, strings, None, and
                 dicts, lists and tuples of them. All must be the same on every rank. `save` compares
-                all but the numbers in models and optimizers.
+                all but buffers and what is sharded, and the names of an optimizer's parameters in
+                the order of its state. If that is shared out over the ranks, let its ``state_dict``
+                gather it. It warns of a model with gradients of `backward` that no optimizer has
+                used, because a checkpoint has no gradients.
 
         Raises:
             TypeError: an object, which the error names, could be loaded only by running code. Or
@@ -135,9 +141,11 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
 
         require_equal(store_client(), "Checkpointer.save", describe, _raise_of_what_differs)
         with explain_comm_errors("Checkpointer.save"):  # a round would send the states to all ranks
-            generators = gather_to_rank_zero(world, get_rng_state(world.device))
+            states = get_rng_state(world.device), _state_at_start(objects)
+            generators = gather_to_rank_zero(world, states)
         contents = {"objects": snapshot.trees, "sharded": list(snapshot.parts)}
-        self._start(world, step, snapshot, {**contents, "generators": generators})
+        contents |= {"generators": generators, "parameters": snapshot.parameters}
+        self._start(world, step, snapshot, contents)
 
     def restore(self, *, at: int | None = None, **objects: Any) -> Restored:
         """Give `objects` the state of the newest complete checkpoint. Collective.
@@ -236,6 +244,12 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             with suppress(OSError):  # all ranks know of it, and rank 0 raises it
                 write()
         rank_zero_call(work)
+
+
+def _state_at_start(objects: Mapping[str, Any]) -> bytes | None:
+    """Return the generators' states at the start of the body in which a loader is, if one is."""
+    loaders = (one for one in objects.values() if isinstance(one, Loader))
+    return next(filter(None, (loader.cursor.state_at_start for loader in loaders)), None)
 
 
 def _raise_of_what_differs(all_facts: list[dict[str, Any]]) -> None:

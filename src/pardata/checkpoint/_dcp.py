@@ -46,19 +46,18 @@ def write(
         OSError: on rank 0: any rank failed.
     """
     folder, records, why = checkpoint / _FOLDER, dict[str, Record](), ""
-    metadata: Any = None
+    metadata = reader = None
     if parts:
         import torch.distributed.checkpoint as dcp  # noqa: PLC0415  # slow to import
 
+        reader = dcp.FileSystemReader(folder)
         tensors: dict[str, Any] = {str(at): part for at, part in parts.items()}
         with _failures_as_os_errors():
             dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), process_group=group)
     try:
-        if parts and world.is_main:
-            import torch.distributed.checkpoint as dcp  # noqa: PLC0415  # slow to import
-
+        if reader is not None and world.is_main:
             # From the file: `dcp.save` of torch 2.11 returns it without `storage_data`.
-            metadata = dcp.FileSystemReader(folder).read_metadata()
+            metadata = reader.read_metadata()
             metadata.storage_meta = None  # it holds the path of the temporary folder
         for path in folder.glob(f"__{world.rank}_*"):  # PyTorch's names of a rank's files
             records[f"{_FOLDER}/{path.name}"] = record_of(path)

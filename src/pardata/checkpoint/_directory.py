@@ -67,15 +67,13 @@ def newest_first(directory: Path, at: int | None) -> list[CheckpointName]:
     existing = checkpoint_names(directory)
     if not existing and CheckpointName.parse(directory.name) is not None:
         raise ValueError(
-            f"`directory` must be that of all checkpoints of a run, but {directory} is one of "
-            f"them: pass {directory.parent}"
+            f"`directory` must be a run's, but {directory} is one checkpoint: pass its parent"
         )
     found = [name for name in reversed(existing) if at in (None, name.step)]
     if not found and at is not None:
         steps = ", ".join(str(step) for step in sorted({name.step for name in existing}))
         raise ValueError(
-            f"`at` must be a step of which there is a checkpoint, but is {at}: {directory} has "
-            f"{steps or 'none'}"
+            f"`at` must be a saved step, but is {at}: {directory} has {steps or 'none'}"
         )
     return found
 
@@ -100,8 +98,7 @@ class Retention:
         value = objects.get(self._by or "", "missing")
         if self._by is not None and type(value) not in (int, float, type(None)):
             raise TypeError(
-                f"`{self._by}` must be saved each time, as a number, because `keep_best` "
-                f"compares it, but is {value}: pass float(…), or None if it is not known"
+                f"`{self._by}` must be a number for keep_best, not {value}: pass float(…), or None"
             )
 
     def outdated(self, directory: Path, existing: list[CheckpointName]) -> list[CheckpointName]:
@@ -210,15 +207,13 @@ class CheckpointDirectory:
             text = owner.read_text(errors="ignore")
         except FileNotFoundError:
             raise FileNotFoundError(
-                f"the directory of the checkpoints must stay, but {self._directory} is gone: was "
-                f"it removed, or its disk unmounted?"
+                f"{self._directory} must stay, but is gone: was it removed, or its disk unmounted?"
             ) from None
         if text != self._me:
             who = text.partition("\n")[0]
             raise RuntimeError(
                 f"one run at a time must write to {self._directory}, but another one has begun "
-                f"({who}): this run is the older one and must end; give it a directory of its own "
-                f"if both are wanted, and make only one Checkpointer of a directory in a process"
+                f"({who}): this run is the older one and must end; give each a directory of its own"
             )
 
     @contextmanager

@@ -20,7 +20,9 @@ from pardata._pytree import KeyPath, is_custom_container, map_with_path
 from pardata.checkpoint import _dcp as shards
 from pardata.checkpoint._directory import newest_first
 from pardata.checkpoint._manifest import STATE, UnusableError, verified
+from pardata.checkpoint._snapshot import parameter_names
 from pardata.collectives._barrier import rank_zero_call
+from pardata.data._loader import Loader
 from pardata.environment._logger import get_logger
 from pardata.environment._world import World, store_client
 from pardata.model._state_dict import shard_like
@@ -65,7 +67,9 @@ class LoadedCheckpoint(NamedTuple):
         manifest: its manifest.
         objects: the states and values, by name.
         sharded: the paths of the sharded tensors in `objects`.
-        generators: the state of the default generators of each rank.
+        generators: of each rank, the states of the default generators at the save, and at the start
+            of the body of `Loader.epochs`, None outside of one.
+        parameters: the names of each optimizer's parameters.
         metadata: PyTorch's metadata of the sharded tensors.
     """
 
@@ -73,7 +77,8 @@ class LoadedCheckpoint(NamedTuple):
     manifest: dict[str, Any]
     objects: dict[str, Any]
     sharded: list[KeyPath]
-    generators: list[Any]
+    generators: list[tuple[Any, Any]]
+    parameters: dict[str, list[str | None]]
     metadata: Any = None
 
     def apply(self, world: World, things: Mapping[str, Any], templates: Templates) -> Restored:
@@ -99,11 +104,14 @@ class LoadedCheckpoint(NamedTuple):
         resumes, is_alike = any(hasattr(one, "__iter__") for one in bare), len(saved) == world.size
 
         def load() -> None:
+            self._check_parameters(things)
             for name, thing in things.items():
                 _load(name, thing, trees[name])
             if resumes:
-                states = saved[world.rank if is_alike else 0]
+                states, start = saved[world.rank if is_alike else 0]
                 set_rng_state(states, world.device, only_seed=not is_alike)
+                for loader in (one for one in bare if isinstance(one, Loader)):
+                    loader.cursor.generators = (start, states) if is_alike and start else None
 
         exchange(store_client(), "Checkpointer.restore (loading)", load)
         self._report(world, unavailable)
@@ -117,9 +125,19 @@ class LoadedCheckpoint(NamedTuple):
         saved = [name for name in self.objects if name not in self.manifest["values"]]
         if missing := ", ".join(repr(name) for name in names if name not in saved):
             raise ValueError(
-                f"what is asked for must have been saved as something with a state, but {missing} "
-                f"not; the checkpoint {self.path} has {', '.join(map(repr, saved)) or 'none'}"
+                f"{self.path} has no state {missing}, but {', '.join(map(repr, saved)) or 'none'}"
             )
+
+    def _check_parameters(self, things: Mapping[str, Any]) -> None:
+        """Raise if an optimizer numbers its parameters in another order than at the save."""
+        for name, now in parameter_names(things).items():
+            pairs = zip(self.parameters.get(name, ()), now, strict=False)
+            for number, (was, one) in enumerate(pairs):
+                if was != one and None not in (was, one):
+                    raise RuntimeError(
+                        f"the parameters of `{name}` must keep their order, but number {number} "
+                        f"was `{was}` and is `{one}`: make its groups from lists, not from a set"
+                    )
 
     def _report(self, world: World, unavailable: list[str]) -> None:
         """Log the restored step, and the names that are not restored."""
@@ -198,8 +216,7 @@ def _looked_at(world: World, path: Path, step: int) -> LoadedCheckpoint | str:
         unseeing = [rank for rank, why in enumerate(reasons) if why is None]
         if unseeing and len(unseeing) < len(reasons):
             raise RuntimeError(
-                f"every rank must see the checkpoints, but {path} is not there for "
-                f"{format_ranks(unseeing)}: save to a disk that all nodes share"
+                f"{path} is not there for {format_ranks(unseeing)}: save to a disk of all nodes"
             )
         return "it is gone" if unseeing else next(filter(None, reasons), "")
 
@@ -239,9 +256,8 @@ def _load(name: str, thing: Any, tree: Any) -> None:
         if is_secondary(error):
             raise
         raise RuntimeError(
-            f"what is restored must be like what was saved, but the state of `{name}` does not fit "
-            f"this {type(thing).__name__} ({type(error).__name__}: {error}): make all objects "
-            f"anew, as they were when they were saved, because some may have their new state"
+            f"the state of `{name}` must fit this {type(thing).__name__}, but does not "
+            f"({type(error).__name__}: {error}): make all objects anew, as they were saved"
         ) from error
 
 

@@ -12,14 +12,21 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from pardata._pytree import KeyPath, is_custom_container, keystr, map_with_path, sha256_of
+from pardata._pytree import KeyPath, content_hash, is_custom_container, keystr, map_with_path
 from pardata._validation import plain_number, type_with_article
 from pardata.checkpoint._dcp import is_sharded
 from pardata.environment._device import has_streams
+from pardata.environment._logger import get_logger
 from pardata.environment._world import World, __version__
+from pardata.model._grads_and_buffers import has_unused_gradients
+from pardata.model._replica_state import bits_of, replicated
+from pardata.model._unwrap import unwrap
 from pardata.strategies._wrap_model import strategy_of
 
+_log = get_logger(__name__)
+
 _Named: TypeAlias = Mapping[str, Any]
+_UNUSED = "`%s` has unused gradients, which a checkpoint loses: save after the optimizer's step"
 
 
 class Snapshot:
@@ -29,8 +36,9 @@ class Snapshot:
         trees: the state or value of each object by name, with `None` in place of sharded tensors.
         per_rank: the states and values of the `per_rank` objects.
         parts: sharded tensors by their path in `trees`.
-        compared: texts that must be equal on all ranks, by path. Tensors of models and optimizers
-            are compared by dtype and shape only.
+        compared: texts that must be equal on all ranks, by path. Tensors of models, and sharded
+            ones, are compared by dtype and shape only.
+        parameters: the names of the parameters of each optimizer.
         facts: entries of the manifest.
 
     Args:
@@ -49,11 +57,15 @@ class Snapshot:
         self.compared: dict[str, str] = {}
         both = {**objects, **per_rank}
         values = [name for name, thing in both.items() if not _is_stateful(thing)]
-        replicas = nn.Module, torch.optim.Optimizer
-        same = objects if world.size > 1 else {}
-        self._with_bits = {name: not isinstance(thing, replicas) for name, thing in same.items()}
+        self._same = objects if world.size > 1 else {}
+        self._weights = {(n, key) for n, m in _models(objects).items() for key in replicated(m)}
+        self.parameters = parameter_names(objects)
+        for name, names in self.parameters.items():
+            self.compared |= {f"parameter {n} of {name}": str(one) for n, one in enumerate(names)}
         self.trees, copies = dict[str, Any](), HostCopies()
         for name, thing in both.items():
+            if isinstance(thing, nn.Module) and has_unused_gradients(thing):
+                _log.warning(_UNUSED, name, ranks=[0], once=True)
             state = thing
             if isinstance(thing, nn.Module):
                 state = strategy_of(thing).state_dict(thing)
@@ -78,6 +90,14 @@ class Snapshot:
             "processes": world.size,
         }
 
+    def _digest(self, at: KeyPath) -> Callable[[Tensor], str] | None:
+        """Return the function whose text of a tensor the ranks compare, None for buffers."""
+        thing = self._same[at[0]]
+        if isinstance(thing, nn.Module) and at not in self._weights:
+            return None  # a rank may have buffers that differ
+        is_large = isinstance(thing, nn.Module | torch.optim.Optimizer)
+        return bits_of if is_large else content_hash  # SHA-256 takes longer, and a copy from a GPU
+
     def _collect(self, tree: Any, make: Callable[[Tensor], Tensor], name: str) -> Any:
         """Return a copy of a tree for the file, and note its sharded tensors and texts.
 
@@ -88,8 +108,8 @@ class Snapshot:
         """
 
         def take(at: KeyPath, leaf: Any) -> Any:
-            if name in self._with_bits:
-                self.compared[".".join(map(str, at))] = _text_of(leaf, self._with_bits[name])
+            if name in self._same:
+                self.compared[".".join(map(str, at))] = _text_of(leaf, self._digest(at))
             if not isinstance(leaf, Tensor):
                 return plain_number(leaf)
             if not is_sharded(leaf):
@@ -100,13 +120,31 @@ class Snapshot:
         return map_with_path(tree, take, is_leaf=is_custom_container, path=(name,))
 
 
-def _text_of(leaf: object, with_bits: bool) -> str:  # noqa: FBT001  # of one caller
+def _text_of(leaf: object, digest: Callable[[Tensor], str] | None) -> str:
     if isinstance(leaf, Tensor):
-        bits = with_bits and not is_sharded(leaf)
-        digest = f", SHA-256 {sha256_of([('', leaf)])[:16]}…" if bits else ""
-        return f"a {type(leaf).__name__} of {leaf.dtype}, shape {tuple(leaf.shape)}{digest}"
+        is_plain = type(leaf) in (Tensor, nn.Parameter)  # not sharded, nor quantized
+        bits = f", bits {digest(leaf)}" if digest is not None and is_plain else ""
+        return f"a {type(leaf).__name__} of {leaf.dtype}, shape {tuple(leaf.shape)}{bits}"
     # The order of a set differs between processes.
     return repr(sorted(map(repr, leaf)) if isinstance(leaf, set) else leaf)
+
+
+def parameter_names(objects: _Named) -> dict[str, list[str | None]]:
+    """Return, for each optimizer, the names of its parameters in the models among `objects`.
+
+    They are in the order in which the optimizer's state numbers them; None for one of no model.
+    """
+    models = _models(objects).items()
+    names = {p: f"{of}.{n}" for of, m in models for n, p in unwrap(m).named_parameters()}
+    return {
+        name: [names.get(p) for group in one.param_groups for p in group["params"]]
+        for name, one in objects.items()
+        if isinstance(one, torch.optim.Optimizer)
+    }
+
+
+def _models(objects: _Named) -> dict[str, nn.Module]:
+    return {name: one for name, one in objects.items() if isinstance(one, nn.Module)}
 
 
 def check_stateful(objects: Mapping[str, object]) -> None:
@@ -187,7 +225,6 @@ def _require_safe(path: KeyPath, part: Any) -> None:
             _require_safe((*path, key), each)  # raises if this item is the cause
         text = textwrap.shorten(repr(part), 100)
         raise TypeError(
-            f"what is saved must be tensors, numbers, strings, and dicts, lists and tuples of "
-            f"them, but `{keystr(path[0], path[1:])}` is {text} ({type(part).__qualname__}): "
-            f"convert it, or leave it out; it would have to run code when it is loaded"
+            f"what is saved must be tensors, numbers, strings, dicts, lists and tuples, but "
+            f"`{keystr(path[0], path[1:])}` is {text} ({type(part).__qualname__}): convert it"
         ) from error

@@ -11,10 +11,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pardata.environment._logger import get_logger
+from pardata.environment._world import world
+from pardata.rng._rng_state import get_rng_state, set_rng_state
 
 _log = get_logger(__name__)
 
 _VERSION = 1
+_LOOKS = 2  # passes of one body of `epochs` that are left after a batch: above 1 it is a habit
 
 
 class Position(NamedTuple):
@@ -39,10 +42,12 @@ class Pass:
     Attributes:
         is_running: whether its loop may still ask for batches.
         is_abandoned: whether its loop was left before the end.
+        steps: how many steps its loop got.
     """
 
     is_running: bool = False
     is_abandoned: bool = False
+    steps: int = 0
 
 
 class EpochCursor:
@@ -59,6 +64,10 @@ class EpochCursor:
         self.now = self.next = self.next_unfinished = Position(0)
         self._newest = Pass()
         self._pin: Position | None = None  # in a body of `epochs`: the position where it began
+        self._start_state: bytes | None = None  # the generators' states at its start
+        # Their states to restore at the start of the next body, and at its first batch.
+        self.generators: tuple[Any, Any] | None = None
+        self._looks = 0  # in that body: passes that were left after their first batch
 
     @property
     def epoch(self) -> int:
@@ -82,6 +91,12 @@ class EpochCursor:
         return self.now if self.now.epoch >= self.next_unfinished.epoch else self.next_unfinished
 
     @property
+    def state_at_start(self) -> bytes | None:
+        """The generators' states at the start of the body in which `state` resumes."""
+        pinned = self._pin is not None and self.state.epoch == self._pin.epoch
+        return self._start_state if pinned else None
+
+    @property
     def _is_set(self) -> bool:
         """Whether `set_epoch` was called during the newest pass."""
         return self.next.epoch != self.now.epoch + (self._pin is None)
@@ -96,6 +111,9 @@ class EpochCursor:
         begun.is_running = True
         if self._pin is None:
             self.next = Position(self.now.epoch + 1)
+        if self.generators is not None:
+            set_rng_state(self.generators[1], world().device, only_seed=False)
+            self.generators = None
 
     def check(self, begun: Pass) -> None:
         """Raise if a newer pass has begun, because two passes would share the workers."""
@@ -108,6 +126,7 @@ class EpochCursor:
     def delivered(self, begun: Pass, samples: int, digest: str | None, state: Any) -> None:
         """Count the samples of a step as delivered."""
         self.check(begun)  # another thread may have begun a pass
+        begun.steps += 1
         self.now = Position(self.now.epoch, self.now.delivered + samples, digest, state)
 
     def finished(self, begun: Pass) -> None:
@@ -120,6 +139,13 @@ class EpochCursor:
     def abandon(self, begun: Pass) -> None:
         """Record that the loop over this pass was left."""
         begun.is_abandoned = not self._is_set
+        self._looks += self._pin is not None and begun.steps == 1
+        if self._looks == _LOOKS:
+            text = (
+                "each iter() in a body of `epochs` begins the epoch anew, so next(iter(loader)) "
+                "returns its first batch again: make one iterator before the steps"
+            )
+            _log.warning(text, ranks=[0], once=True)
 
     def set_epoch(self, epoch: int) -> None:
         """Begin the next pass in `epoch`; a resumed epoch keeps its position."""
@@ -137,13 +163,17 @@ class EpochCursor:
     def resume_at(self, start: Position) -> None:
         """Begin the next pass at `start`, and end a running one."""
         self._newest = Pass()
+        self.generators = None
         self.go_to(start)
 
     @contextmanager
     def pinned_epoch(self, start: Position) -> Iterator[None]:
         """Begin each pass in the block at `start`, and the first one after it in the next epoch."""
         self.go_to(start)
-        self._pin = start
+        self._pin, self._looks = start, 0
+        if self.generators is not None:
+            set_rng_state(self.generators[0], world().device, only_seed=False)
+        self._start_state = get_rng_state(world().device)
         try:
             yield
             # Otherwise the epoch has finished, or the body has loaded a state or set an epoch.
@@ -152,7 +182,7 @@ class EpochCursor:
         finally:
             # Otherwise a newer loop has begun, as in a notebook after an error.
             if self._pin is start:
-                self._pin = None
+                self._pin = self.generators = None
             self.next = self.next_unfinished
 
 

@@ -17,7 +17,7 @@ import torch
 
 from pardata._validation import check_bool, check_int
 from pardata.environment._world import require_world
-from pardata.rng._seeds import loaders, mix, run_seed
+from pardata.rng._seeds import loader_counts, mix, run_seed
 
 
 class DefaultGenerator(NamedTuple):
@@ -86,7 +86,7 @@ def seed_everything(seed: int, *, per_rank: bool = False, deterministic: bool = 
         raise ValueError(f"`seed` must be between 0 and 2**63 - 1, but is {seed}")
     check_bool("per_rank", per_rank)
     check_bool("deterministic", deterministic)
-    loaders.clear()
+    loader_counts.clear()
     run_seed.seed, run_seed.calls = seed, 0  # without the rank, which `backward` mixes in
     if per_rank:
         seed = mix(seed, require_world("seed_everything(per_rank=True)").rank)
@@ -192,9 +192,7 @@ def forbid_rng_use(what: str, device: torch.device | None = None) -> Iterator[No
     yield
     if before.advanced():
         raise RuntimeError(
-            f"`{what}` must draw no random numbers from a batch whose size depends on the number "
-            f"of ranks, but did: pass `microbatch_size`, so that it gets the same microbatches "
-            f"at every world size, or reproducible=False"
+            f"`{what}` must draw no random numbers: pass `microbatch_size`, or reproducible=False"
         )
 
 

@@ -1,8 +1,8 @@
 """The run's seed, default seeds of loaders, and the hash that derives seeds."""
 
+from collections import Counter
 from dataclasses import dataclass
-from itertools import count
-from weakref import WeakValueDictionary
+from functools import lru_cache
 
 
 @dataclass
@@ -20,21 +20,8 @@ class RunSeed:
 
 run_seed = RunSeed()
 
-# The live loaders with a default seed, by PyTorch's initial seed and their number. A new loader
-# gets the number of one that was garbage-collected, so a second run in one process has the same
-# seeds.
-loaders: dict[int, WeakValueDictionary[int, object]] = {}
-
-
-def next_index(initial: int) -> int:
-    """Return the lowest number that no live loader has."""
-    taken = set(loaders.get(initial) or ())
-    return next(number for number in count() if number not in taken)
-
-
-def register_loader(initial: int, number: int, loader: object) -> None:
-    """Give a loader its number, as long as it lives."""
-    loaders.setdefault(initial, WeakValueDictionary())[number] = loader
+# By PyTorch's initial seed, how many loaders have taken a default seed since `seed_everything`.
+loader_counts = Counter[int]()
 
 
 def default_seed(initial: int, number: int) -> int:
@@ -55,3 +42,9 @@ def mix(*numbers: int) -> int:
         state = (state ^ state >> 27) * 0x94D049BB133111EB % 2**64
         state ^= state >> 31
     return state >> 1
+
+
+@lru_cache(maxsize=16)  # its arguments repeat, and `mix` takes microseconds of a step
+def noise_seed(*numbers: int) -> int:
+    """Return the hash of integers for dropout, unlike the hashes for orders and samples."""
+    return mix(*numbers, *b"noise")

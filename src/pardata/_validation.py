@@ -2,10 +2,11 @@
 
 import os
 import re
+from collections.abc import Collection
 from datetime import timedelta
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 from torch.utils.data import IterableDataset
@@ -76,9 +77,7 @@ def to_timedelta(timeout: Any, name: str = "timeout", *, or_none: bool = False) 
     """Return a timeout in seconds, or a `timedelta`, as a `timedelta`; `or_none` allows 0."""
     seconds = plain_number(timeout.total_seconds() if isinstance(timeout, timedelta) else timeout)
     if isinstance(seconds, bool) or not isinstance(seconds, int | float):
-        raise TypeError(
-            f"`{name}` must be seconds or a datetime.timedelta, but is {timeout!r}: pass 300, say"
-        )
+        raise TypeError(f"`{name}` must be seconds or a timedelta, but is {timeout!r}: pass 300")
     # torch's stores wait forever for 0, and take at most about three years.
     if not 0 < seconds < 1e8 and not (or_none and seconds == 0):
         least = "0, which turns it off, or more seconds" if or_none else "more than 0 seconds"
@@ -93,13 +92,24 @@ def local_path(name: str, path: str | os.PathLike[str]) -> Path:
     """
     if not str(path) or str(path).startswith("~"):
         raise ValueError(
-            f"`{name}` must be a path, but is {str(path)!r}: pass '.' for the current directory, "
-            f"and os.path.expanduser(path) for one in a home"
+            f"`{name}` must be a path, but is {str(path)!r}: pass '.' or os.path.expanduser(path)"
         )
     slashes = "//" if isinstance(path, str) else "/"  # a Path keeps one of the two
     if re.match(rf"[a-zA-Z][\w+.-]+:{slashes}", str(path)):
         raise ValueError(
-            f"`{name}` must be on a disk, but is the URL {str(path)!r}: mount it and pass that "
-            f"path, or pass a folder and copy to the URL what is written there"
+            f"`{name}` must be on a disk, but is the URL {str(path)!r}: mount it and pass that path"
         )
     return Path(path).absolute()
+
+
+class FixedArguments:
+    """Raises if an argument is assigned after the object was made, which would do nothing."""
+
+    _arguments: ClassVar[Collection[str]]
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in self._arguments:
+            raise AttributeError(
+                f"`{name}` of {type(self).__name__} must not change to {value!r:.60}: make another"
+            )
+        super().__setattr__(name, value)

@@ -69,18 +69,18 @@ def test_on_a_cpu_batches_are_left_as_they_were_read(device):
 # --- without rows ---
 
 CONTAINERS = [
-    (torch.ones(2, 3), torch.ones(2)),
-    [torch.ones(2), torch.ones(2)],
-    OrderedDict(a=torch.ones(2)),
-    UserDict(a=torch.ones(2)),
-    defaultdict(list, a=torch.ones(2)),
-    Point(torch.ones(2), [torch.ones(2), torch.ones(2)]),
-    Pair(torch.ones(2), []),
+    (torch.ones(1, 3), torch.ones(1)),
+    [torch.ones(1), torch.ones(1)],
+    OrderedDict(a=torch.ones(1)),
+    UserDict(a=torch.ones(1)),
+    defaultdict(list, a=torch.ones(1)),
+    Point(torch.ones(1), [torch.ones(1), torch.ones(1)]),
+    Pair(torch.ones(1), []),
     {},
-    MappingProxyType({"a": torch.ones(2)}),
+    MappingProxyType({"a": torch.ones(1)}),
 ]
 PLAIN = [
-    *(torch.ones(4, 3, 2, dtype=torch.float16), torch.zeros(4, dtype=torch.bool)),
+    *(torch.ones(1, 3, 2, dtype=torch.float16), torch.zeros(1, dtype=torch.bool)),
     *(torch.ones(0, 3), ["a", "b"], ("a", b"b"), [torch.ones(1), ("a",)]),
 ]
 REFUSED = [
@@ -88,6 +88,7 @@ REFUSED = [
     (3, "int"),
     ("text", "str"),
     (torch.tensor(3), "Tensor without dimensions"),
+    (torch.ones(2, 1), "Tensor of shape (2, 1), not of 1 row(s)"),
     (pack_sequence([torch.ones(2)]), "PackedSequence"),
     ([(torch.ones(3), 1)], "list of one item, which may be a sample"),
 ]
@@ -128,15 +129,16 @@ def test_what_has_no_rows_is_refused_on_every_rank_with_a_cure():
     for found in run(_emptied, [batch for batch, _ in REFUSED], world_size=2):
         for raised, (_, kind) in zip(found, REFUSED, strict=True):
             assert str(raised).startswith(
-                "TypeError: a batch must be made of tensors, dicts, lists and tuples"
+                "TypeError: a batch must be tensors with a row for each sample if a rank gets none"
             )
-            assert f"` is a {kind}: evaluate over Microbatches, of which" in raised.text
+            assert f"` is a {kind}: put samples first" in raised.text
+            assert "or pass `microbatch_size` or drop_last=True to make_loader" in raised.text
 
 
 def test_what_has_no_rows_is_named_by_its_place():
     batch = {"x": torch.ones(1, 3), "sizes": [1.5, torch.ones(1)]}
     for (found,) in run(_emptied, [batch], world_size=2):
-        assert "but `batch['sizes'][0]` is a float: evaluate" in found.text
+        assert "but `batch['sizes'][0]` is a float: put samples" in found.text
 
 
 # --- what is in it, as `backward` and the streams of a GPU ask ---

@@ -76,7 +76,9 @@ def _lengths():
 def test_the_length_of_a_loader_is_that_of_its_sampler_now():
     assert _lengths() == [1, 1, 3, 3]
     loader = loader_of(9, 3, sampler=WithoutLength([9]))
-    with pytest.raises(TypeError, match="that of its sampler, but WithoutLength has none: give"):
+    with pytest.raises(
+        TypeError, match="the sampler must have a __len__, but WithoutLength has none"
+    ):
         len(loader)
     assert steps(loader) == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
 
@@ -199,7 +201,7 @@ def test_a_file_opened_between_epochs_is_an_error_before_workers_are_forked():
     loader = loader_of(data, 2, num_workers=1, multiprocessing_context="fork")
     assert steps(loader) == [[0, 1], [2, 3]]
     assert data[0] == 0  # opens it in this process
-    with data.file, pytest.raises(ValueError, match=r"`dataset\.file` must not be open when"):
+    with data.file, pytest.raises(ValueError, match=r"`dataset\.file` must be closed when"):
         steps(loader)
 
 
@@ -261,7 +263,7 @@ class Endless(Sampler):
 
 def test_a_sampler_without_a_length_must_end(monkeypatch):
     monkeypatch.setattr("pardata.data._sampler._MOST", 100)
-    text = "as many indices as its length, at most 100 without one, but yielded more: let its"
+    text = "as many indices as its length, at most 100 without one, not more"
     with pytest.raises(ValueError, match=text):
         next(iter(loader_of(10, 4, sampler=Endless())))
 

@@ -1,5 +1,7 @@
 """Loaders without a seed of their own: each has another one, and the same one in each run."""
 
+import gc
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -44,6 +46,7 @@ def test_a_run_that_is_seeded_again_is_the_same_run():
 
 def test_seeded_and_invalid_loaders_do_not_change_default_seeds():
     expected = orders(2)
+    seed_everything(5)
     first, other = shuffled(), shuffled(seed=9)
     with pytest.raises(ValueError, match="batch_size"):
         make_loader(range(4), 0)
@@ -52,8 +55,12 @@ def test_seeded_and_invalid_loaders_do_not_change_default_seeds():
     assert flat(steps(other)) not in expected
 
 
-def test_a_loader_that_is_gone_leaves_its_seed_to_the_next_one():
-    assert orders(1) == orders(1)  # as in two runs that set the same seed in one process
+def test_a_loader_that_is_gone_keeps_its_seed():
+    expected = orders(2)
+    seed_everything(5)
+    found = orders(1)
+    gc.collect()
+    assert found + orders(1) == expected
 
 
 # --- on ranks ---
@@ -72,6 +79,23 @@ def test_the_ranks_take_the_seed_and_the_number_of_rank_0(size):
     found = run(_uneven_counts, world_size=size)
     whole = [sorted(flat(shares)) for shares in zip(*found, strict=True)]
     assert whole == [[*range(20)]] * 3
+
+
+def _with_private_loaders(rank):
+    """Return the orders of a loader of all ranks and of one of each, after two of `rank` alone."""
+    seed_everything(5)
+    for _ in range(2 if dist.get_rank() == rank else 0):
+        shuffled(distributed=False)
+    return orders(1), orders(1, distributed=False)
+
+
+def test_a_loader_of_one_rank_does_not_change_the_others_seeds():
+    expected = run(_with_private_loaders, None, world_size=2)
+    assert run(_with_private_loaders, 1, world_size=2) == expected
+    assert expected[0][1] == expected[1][1]
+    found = run(_with_private_loaders, 0, world_size=2)  # all take the number of rank 0
+    assert found != expected
+    assert found[0][1] == found[1][1]
 
 
 def _orders():

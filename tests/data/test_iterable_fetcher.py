@@ -205,7 +205,7 @@ def test_a_stream_that_splits_itself_by_rank_is_found_out():
             assert "to `make_loader(IterableDataset)`, but `first samples` differs" in start
             assert first.startswith("  rank 0: first samples='")
             assert second.startswith("  rank 1: first samples='")
-            assert cure.startswith("Let the dataset yield the same samples everywhere, drawing ")
+            assert cure.startswith("Yield the same samples on every rank, or pass sharded=True ")
 
 
 def until_it_raises(data, **options):
@@ -227,10 +227,9 @@ def test_streams_that_end_differently_raise_on_every_rank():
             # Of 12, 11 and 10 samples the third batch is short on two; else the second on the last.
             first = "ranks 1, 2" if number == 1 else "rank 2"
             assert str(raised) == (
-                f"RuntimeError: every rank must have samples for this step, but they ended on "
-                f"{first} of 3 before the others: let the dataset yield the same samples "
-                f"everywhere, drawing from the default generators alone, or pass sharded=True if "
-                f"it splits by rank, with some for each"
+                f"RuntimeError: every rank must have samples for this step, but they ended "
+                f"early on {first} of 3: yield the same everywhere, or pass sharded=True and give "
+                f"each rank some"
             )
 
 
@@ -298,9 +297,8 @@ def _by_worker(workers):
 def test_a_sharded_stream_with_equal_samples_on_all_ranks_raises(workers):
     for raised, objects, alone in run(_by_worker, workers, world_size=2, fresh=True):
         assert str(raised).split("\n\n")[0] == (
-            "RuntimeError: each rank must have samples of its own with sharded=True, but all 2 "
-            "begin with the same ones: split by world().rank too, and not only by worker, or leave "
-            "out sharded=True"
+            "RuntimeError: each rank must have its own samples with sharded=True, but all 2 begin "
+            "alike: split by world().rank too, or omit sharded=True"
         )
         assert sum(objects) == 40  # what is in them is not known
         assert sum(map(len, alone)) == 40
@@ -340,9 +338,8 @@ def test_a_stream_that_yields_once_raises_in_the_second_epoch(kind, workers):
             assert len(first) == (10 if kind is OnceSharded and size == 2 else 5)
             for number, raised in enumerate(others, 1):
                 assert str(raised) == (
-                    f"RuntimeError: `dataset` must yield its samples in each epoch, but "
-                    f"{kind.__name__} yielded none in epoch {number}, after it had yielded some: "
-                    f"let its __iter__ return a new iterator each time, and not one that is used up"
+                    f"RuntimeError: {kind.__name__} yielded nothing in epoch {number}: let "
+                    f"__iter__ make a new iterator"
                 )
 
 
@@ -354,8 +351,8 @@ def test_a_rank_with_nothing_at_all_raises_on_every_rank():
     for found in run(_nothing, world_size=3):
         for raised, ranks in zip(found, ("rank 1", "ranks 0, 2"), strict=True):
             assert str(raised).startswith(
-                f"RuntimeError: every rank must have samples for this step, but they ended on "
-                f"{ranks} of 3 before the others: "
+                f"RuntimeError: every rank must have samples for this step, but they ended "
+                f"early on {ranks} of 3: "
             )
 
 
@@ -610,9 +607,9 @@ def _own_randomness():
 def test_a_stream_that_changes_between_reads_raises(size):
     for raised, left in run(_own_randomness, world_size=size):
         assert str(raised) == (
-            "ValueError: `dataset` must yield the same samples when read again to resume, but "
-            "Shuffled does not: draw from the default generators alone, or, without `sharded`, "
-            "give it state_dict() and load_state_dict()"
+            "ValueError: `dataset` must yield the same samples again to resume: use the "
+            "default generators alone, or, without `sharded`, give it state_dict() and "
+            "load_state_dict()"
         )
         assert left == 4 * size - 1
 

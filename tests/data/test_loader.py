@@ -43,7 +43,7 @@ def _two_steps_of_each(data, state=None):
 def test_an_epoch_left_by_a_break_counts_as_done(data):
     (whole, (state, *_), (line,)), _ = run(_two_steps_of_each, data, world_size=2)
     assert [epoch for epoch, _ in whole] == [0, 0, 1, 1, 2, 2]
-    assert "to resume in this one, save before the `break`" in line
+    assert "resumes in the next epoch: save it before `break`" in line
     (rest, *_), _ = run(_two_steps_of_each, data, state, world_size=2)
     assert rest == whole[2:]
 

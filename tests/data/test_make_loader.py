@@ -121,9 +121,8 @@ def _warnings_of_training(strategy, arguments):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_uneven_shares_are_warned_about_once_where_backward_does_not_weight_them(strategy):
     text = (
-        "[0/3] `batch_size` 8 leaves 3 ranks shares that differ by one sample, and a "
-        "loss.backward() takes the plain mean of their gradients: call `pardata.backward`, which "
-        "weights them, choose a multiple of 3, or weight the loss yourself"
+        "[0/3] `batch_size` 8 leaves 3 ranks shares that differ by one sample: call "
+        "`pardata.backward`, which weights them, or choose a multiple of 3"
     )
     for arguments in UNEVEN.values():
         found = run(_warnings_of_training, strategy, [arguments], world_size=3)
@@ -143,10 +142,7 @@ def _warnings_of(arguments):
 
 def test_ranks_that_will_idle_are_named_once_on_rank_0():
     arguments = [(8, {"microbatch_size": 4}), (8, {"microbatch_size": 7}), (9, {})]
-    text = (
-        "[0/3] a `microbatch_size` of {} makes 2 microbatches of 8 samples for 3 ranks, so that "
-        "rank(s) 2 idle: make it smaller"
-    )
+    text = "[0/3] `microbatch_size` {} leaves rank(s) 2 idle: lower it"
     found = run(_warnings_of, arguments, world_size=3)
     assert found == [[text.format(4), text.format(7)], [], []]
     enough = [(8, {"microbatch_size": 3}), (9, {"microbatch_size": 3})]
@@ -221,7 +217,7 @@ def test_a_sampler_that_is_refused_leaves_no_workers_half_made(monkeypatch):
     monkeypatch.setattr(sys, "unraisablehook", ignored.append)
     own = RandomSampler(range(9), generator=torch.Generator().manual_seed(0))
     loader = make_loader(range(9), 3, sampler=own, num_workers=1)
-    with pytest.raises(ValueError, match="must yield the same order each time it is read"):
+    with pytest.raises(ValueError, match="must yield the same order each time in epoch 0"):
         next(iter(loader))
     del loader
     gc.collect()
@@ -269,7 +265,9 @@ def test_numbers_of_numpy_are_numbers():
 def test_a_batch_sampler_sets_the_length_and_no_batch_size():
     loader = make_loader(range(28), batch_sampler=[[1, 2], [3]], num_workers=0)
     assert (len(loader), loader.batch_size) == (2, None)
-    with pytest.raises(TypeError, match="that of its batch_sampler, but ByLength has none: give"):
+    with pytest.raises(
+        TypeError, match="the batch_sampler must have a __len__, but ByLength has none"
+    ):
         len(make_loader(range(28), batch_sampler=ByLength(28, 20)))
 
 
@@ -287,12 +285,12 @@ def test_resuming_an_epoch_with_another_order_raises(argument, options, one, oth
     begun, again = loader(one), loader(other)
     next(iter(begun))
     again.load_state_dict(begun.state_dict())
-    with pytest.raises(ValueError, match=f"the order that `{argument}` yields, but epoch 0"):
+    with pytest.raises(ValueError, match=f"epoch 0 must have .* make `{argument}` as before"):
         next(iter(again))
 
 
 def test_a_place_inside_a_batch_of_a_batch_sampler_is_none():
     loader = make_loader(range(9), num_workers=0, batch_sampler=[[1, 2], [3]])
     loader.load_state_dict({**loader.state_dict(), "delivered": 1})
-    with pytest.raises(ValueError, match="has another now: make it of the same data"):
+    with pytest.raises(ValueError, match="must have the order of `state`: make `batch_sampler`"):
         next(iter(loader))

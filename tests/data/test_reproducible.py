@@ -273,7 +273,7 @@ def test_drawing_for_a_share_raises_and_names_both_cures(what, kind, since):
     seen, loader = [], loader_that_draws(what, Draws(kind, since))
     raised = caught(lambda: seen.extend(batch.tolist() for batch in loader))
     assert len(seen) == since
-    text = f"RuntimeError: `{what}` must draw no random numbers from a batch whose size"
+    text = f"RuntimeError: `{what}` must draw no random numbers: pass"
     assert str(raised).startswith(text)
 
 
@@ -292,7 +292,7 @@ def _draws_in_a_worker():
 def test_drawing_in_a_worker_raises_and_names_microbatches():
     # In a process of its own: the workers of a loader that failed hang on its traceback.
     (text,) = run(_draws_in_a_worker, world_size=1, fresh=True)
-    assert "`collate_fn` must draw no random numbers from a batch whose size" in text
+    assert "`collate_fn` must draw no random numbers: pass" in text
     assert "pass `microbatch_size`" in text
 
 
@@ -405,10 +405,7 @@ def warned(data, options):
     return log.lines
 
 
-TEXT = (
-    "`{}` is a generator that the loader does not seed, so that runs at other sizes draw other "
-    "numbers: draw from the default generators, or pass reproducible=False"
-)
+TEXT = "the loader cannot seed `{}`: use default generators, or pass reproducible=False"
 
 
 class Transform:

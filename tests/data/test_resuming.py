@@ -26,6 +26,7 @@ def test_a_state_is_a_few_numbers_that_survive_json_and_weights_only(tmp_path):
     state = loader_of(shuffle=True, microbatch_size=2, seed=None).state_dict()
     assert state == {
         "version": 1,
+        "samples": "nothing",
         "epoch": 0,
         "delivered": 0,
         "digest": None,

@@ -5,10 +5,12 @@ import gc
 import logging
 import weakref
 from collections import UserDict
+from functools import partial
 from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from logged import log_of
 from on_ranks import caught, run
 from torch import nn
@@ -16,7 +18,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
 from pardata import Microbatches, backward, make_loader, unwrap, wrap_model
-from pardata.data._batch import ReadRecord, delivered, num_samples
+from pardata.data._batch import DeliveredBatches, ReadRecord, delivered, iter_tensors, num_samples
 
 
 class Pair(NamedTuple):
@@ -69,7 +71,6 @@ SAMPLES = {
 
 COUNTED = {
     # rows of the first tensor
-    "images, boxes of all of them": ([rows(4, 3, 8, 8), rows(9, 6)], 4),
     "a tensor, a list": ((rows(4, 3), [boxes(1), boxes(2), boxes(0), boxes(5)]), 4),
     "a column of a length of its own in a dict": ({"x": rows(4, 3), "weights": rows(10)}, 4),
     "a number first": ((torch.tensor(1.0), rows(3)), 3),
@@ -85,6 +86,7 @@ COUNTED = {
 }
 
 UNTOLD = {
+    "images, boxes of all of them": [rows(4, 3, 8, 8), rows(9, 6)],
     "sequences of unlike length": [rows(5), rows(7), rows(2)],
     "lists of unlike length": (IMAGES, [boxes(1), boxes(2)]),
     "images and masks": (IMAGES, [torch.zeros(3, 8, 8)] * 4),
@@ -116,7 +118,7 @@ def test_what_cannot_be_told_asks_for_a_count(name):
         num_samples(UNTOLD[name])
 
 
-# Batches that a loader delivers, and what the loop may make of them.
+# Batches that a loader yields, whose rows are not what it has read.
 DELIVERED = {
     "a tensor": lambda: rows(4, 2),
     "columns": lambda: [rows(4, 2), labels(4)],
@@ -130,68 +132,74 @@ DELIVERED = {
 
 
 @pytest.mark.parametrize("name", DELIVERED)
-def test_a_delivered_batch_counts_its_samples_in_any_container(name):
+def test_the_object_that_a_loader_yielded_counts_what_was_read(name):
     batch = DELIVERED[name]()
     delivered.add(batch, ReadRecord(5, 1))
     assert num_samples(batch) == 5
+    delivered.add(batch, ReadRecord(6, 1))  # in the next epoch
+    assert num_samples(batch) == 6
+
+
+@pytest.mark.parametrize("name", DELIVERED)
+def test_all_parts_in_another_container_count_what_was_read(name):
+    batch = DELIVERED[name]()
+    delivered.add(batch, ReadRecord(5, 1))
     if isinstance(batch, list | tuple):
         assert num_samples(list(batch)) == num_samples(dict(enumerate(batch))) == 5
     if isinstance(batch, dict):
         assert num_samples(dict(batch)) == num_samples(list(batch.values())) == 5
 
 
-def test_what_is_made_of_a_delivered_batch_has_its_own_rows():
+def test_a_part_of_a_batch_counts_its_rows():
     x, y = rows(7, 4), labels(7)
     delivered.add([x, y], ReadRecord(5, 1))
-    for other in ((x[:2], y[:2]), (x * 2, y), (x, y, rows(1)), copy.deepcopy((x, y))):
+    for other in ((x[:2], y[:2]), [x], (y, x), {"x": x}, (x * 2, y), copy.deepcopy([x, y])):
         assert delivered.get(other) is None
-        assert num_samples(other) == len(other[0])
+        assert num_samples(other) == len(next(iter_tensors(other)))
+    assert num_samples(x) == 7
 
 
-def test_some_columns_of_a_delivered_batch_count_as_all_of_it():
-    x, y, z = rows(7, 4), labels(7), rows(7)
-    delivered.add([x, y, {"z": z}], ReadRecord(5, 1))
-    for some in (x, y, z, [x], (y, x), {"z": z, "x": x}):
-        assert num_samples(some) == 5
-    _, other = rows(7, 4), labels(7)
-    delivered.add([x, other], ReadRecord(6, 1))
-    assert [num_samples(some) for some in (x, y, other, [x, y], [x, other])] == [6, 5, 6, 5, 6]
+def test_a_batch_that_was_changed_in_place_counts_its_rows():
+    batch, samples = {"x": rows(7, 4), "y": labels(7)}, [boxes(1), boxes(2), boxes(3)]
+    delivered.add(batch, ReadRecord(5, 1))
+    delivered.add(samples, ReadRecord(5, 1))
+    batch["x"], batch["y"] = batch["x"][:2], batch["y"][:2]
+    del samples[2:]
+    assert (num_samples(batch), num_samples(samples)) == (2, 2)
 
 
 def test_nothing_is_kept_alive_and_what_is_gone_is_forgotten():
-    before = len(delivered._batches)
+    before = len(delivered._records)
     batches = [make() for make in DELIVERED.values()]
     for batch in batches:
         delivered.add(batch, ReadRecord(5, 1))
-    assert len(delivered._batches) >= before + len(batches)
+    assert len(delivered._records) == before + len(batches)
     tensors = [weakref.ref(batches[0]), weakref.ref(batches[1][0])]
     del batch, batches
     gc.collect()
     assert [tensor() for tensor in tensors] == [None, None]
-    assert len(delivered._batches) == before
-    delivered.add(["a text", 3], ReadRecord(2, 1))
-    assert delivered.get(["a text", 3]) is None
-    assert len(delivered._batches) == before
+    assert len(delivered._records) == before
+    delivered.add(texts := ["a text", 3], ReadRecord(2, 1))
+    assert delivered.get(texts) is None
+    assert len(delivered._records) == before
+
+
+def test_records_are_bounded_in_number(monkeypatch):
+    monkeypatch.setattr("pardata.data._batch._MOST", 3)
+    records, batches = DeliveredBatches(), [(rows(7), number) for number in range(9)]
+    for number, batch in enumerate(batches):
+        records.add(batch, ReadRecord(number, 1))
+    assert [records.get(batch) for batch in batches[:6]] == [None] * 6
+    assert [records.get(batch).samples for batch in batches[6:]] == [6, 7, 8]
 
 
 def test_a_tensor_with_the_id_of_a_gone_one_has_no_record():
-    anchors, gone = torch.zeros(3, 2), labels(7)
-    delivered.add((anchors, gone), ReadRecord(5, 1))
-    number = id(gone)
-    del gone
-    new = next(each for each in [labels(7) for _ in range(1000)] if id(each) == number)
-    assert delivered.get((anchors, new)) is None
-    assert num_samples((new, anchors)) == 7
-
-
-def test_batches_that_share_a_part_and_changed_nested_ones_keep_their_records():
-    mask, batches = torch.zeros(7), [[labels(7), {"t": labels(7)}] for _ in range(12)]
-    for number, batch in enumerate(batches):
-        batch.append(mask)
-        delivered.add(batch, ReadRecord(number + 1, 1))
-    assert [delivered.get(batch).samples for batch in batches] == [*range(1, 13)]
-    batches[3][1]["t"] = labels(7)
-    assert delivered.get(batches[3]).samples == 4
+    batch = [torch.zeros(7, 2), labels(7)]
+    delivered.add(batch, ReadRecord(5, 1))
+    number = id(batch.pop())
+    batch.append(next(each for each in [labels(7) for _ in range(1000)] if id(each) == number))
+    assert delivered.get(batch) is None
+    assert num_samples(batch) == 7
 
 
 class Doubling(nn.Module):
@@ -236,7 +244,7 @@ def by_time(samples):
 
 
 def mean_by_time(model, batch):
-    return model(batch if isinstance(batch, torch.Tensor) else batch[0]).mean()
+    return model(batch[0]).mean()
 
 
 # How samples become a batch of fewer or other rows, and what the loop does between.
@@ -250,7 +258,7 @@ WAYS = {
 }
 
 
-BETWEEN = ("nothing", "evaluate", "keep", "unpack", "one column", "Microbatches.of", "pieces")
+BETWEEN = ("nothing", "evaluate", "keep", "unpack", "Microbatches.of", "pieces")
 
 
 def steps_of(name, between):
@@ -270,8 +278,6 @@ def steps_of(name, between):
         if between == "unpack":
             given = dict(batch) if isinstance(batch, dict) else batch
             given = tuple(batch) if type(batch) in (list, tuple) else given
-        if between == "one column" and name == "time first":
-            given = batch[0]
         if between == "Microbatches.of":
             given = Microbatches.of([batch], step=len(found))
         unwrap(model).weight.grad = None
@@ -293,6 +299,37 @@ def test_whatever_collate_fn_makes_of_samples_each_has_the_same_weight(name):
                 assert found == wanted, (size, between)
 
 
+def of_unpacked(parts, count):
+    """Return the loss of a step of nine samples, of which rank 1 runs `parts` of its share."""
+    data = [(torch.full((1 + i,), 3.0 * i, dtype=torch.float64), i) for i in range(9)]
+    model, found = wrap_model(Doubling()), []
+    run_backward = partial(backward, model, mean_of_fields, count=count)
+    for x, y in make_loader(data, 9, collate_fn=fields, num_workers=0):
+        given = (x[parts], y[parts]) if dist.get_rank() == 1 else (x, y)
+        found.append(caught(run_backward, given))
+    return found[0]
+
+
+def fields(samples):
+    return tuple(zip(*samples, strict=True))
+
+
+def mean_of_fields(model, batch):
+    return torch.stack([model(rows).mean() for rows in batch[0]]).mean()
+
+
+def length_of_field(batch):
+    return len(batch[0])
+
+
+def test_a_slice_of_a_batch_of_lists_asks_for_a_count():
+    for raised in run(of_unpacked, slice(1), None, world_size=2):
+        assert "`batch` must tell how many samples it has" in raised.text
+    wanted = sum(3 * i for i in range(6)) / 6
+    assert run(of_unpacked, slice(1), length_of_field, world_size=2) == [pytest.approx(wanted)] * 2
+    assert run(of_unpacked, slice(None), None, world_size=2) == [pytest.approx(12)] * 2
+
+
 def warned(collate_fn, microbatch_size):
     data = [torch.full((4,), float(i), dtype=torch.float64) for i in range(16)]
     model = wrap_model(Doubling())
@@ -312,11 +349,7 @@ def test_an_unexpected_number_of_rows_is_logged_once(microbatch_size):
     for size in (1, 2):
         *others, (line,) = run(warned, one_left_out, microbatch_size, world_size=size, fresh=True)
         read = microbatch_size or 8 // size
-        assert (
-            f"{read} samples were read for `batch`, but it looks like {read - 1}: it counts as "
-            f"{read}. If its collate_fn left samples out, pass `count`, or let the dataset return "
-            f"None for them"
-        ) in line
+        assert f"{read} samples were read, but `batch` looks like {read - 1}: pass `count`" in line
         assert others == [[]] * (size - 1)
 
 

@@ -101,9 +101,8 @@ def _lines():
 
 def test_a_long_wait_for_data_is_logged_once_on_rank_0():
     line = (
-        "[0/3] the epoch waited 60% of its 10.0 s for data: more num_workers "
-        "read in parallel, cache_dataset decodes once, and batch_transform does a whole batch at a "
-        "time"
+        "[0/3] the epoch waited 60% of its 10.0 s for data: raise num_workers, or use "
+        "cache_dataset or batch_transform"
     )
     assert run(_lines, world_size=3) == [[(logging.WARNING, line)], [], []]
 

@@ -53,7 +53,7 @@ def test_auto_is_the_cores_less_one_and_none_for_whole_batches(
 
 def _auto_workers():
     workers = make_loader(range(4), 2)._source.workers
-    return 0 if workers is None else workers.num_workers, cpus_per_rank(world())
+    return 0 if workers is None else workers.num_workers, cpus_per_rank(world().local_size)
 
 
 def test_ranks_of_one_node_share_its_cores():
@@ -83,9 +83,7 @@ def test_workers_accept_the_longest_socket_path_and_no_longer_one(short_tmp):
     assert run(_load_below, longest, world_size=2) == [[[0, 1]], [[2, 3]]]
     longer = _directory_whose_sockets_have(108, short_tmp)
     for outcome in run_caught(_load_below, longer, world_size=2):
-        assert str(outcome).startswith("ValueError: the temporary directory must have a name of at")
-        assert "most 89 characters" in outcome.text
-        assert "set TMPDIR to a shorter one" in outcome.text
+        assert str(outcome).startswith("ValueError: TMPDIR must have at most 89 characters, but is")
 
 
 def _reads_from(make, starts):
@@ -119,7 +117,7 @@ def test_forked_workers_share_no_file_that_is_open_for_reading(tmp_path):
     with path.open("rb") as file, zipfile.ZipFile(path) as archive:
         found = {"held": file, "held[0]": [archive], "held['f'][0]": {"f": [file]}}
         for where, held in found.items():
-            with pytest.raises(ValueError, match=re.escape(f"`dataset.{where}` must not be open")):
+            with pytest.raises(ValueError, match=re.escape(f"`dataset.{where}` must be closed")):
                 _reads_from(lambda held=held: held, "fork")
         _reads_from(lambda: file, "spawn")  # where the dataset is pickled, which refuses files
     for held in (closed, io.BytesIO(b"data"), Named(tmp_path / "log"), sys.stderr):

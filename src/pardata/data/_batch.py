@@ -1,11 +1,11 @@
 """A batch of any type: its tensors, its number of samples, the same batch without rows.
 
-The number of samples is as recorded by the loader, else the rows or items. A record belongs to a
-batch and not to a tensor, so equal tensors in other batches have none.
+For what a loader yielded, the number of samples is what the loader read. For any other batch it is
+the rows or items.
 """
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,9 +18,9 @@ from pardata.environment._logger import get_logger
 
 _log = get_logger(__name__)
 
-# The maximum number of batches recorded for one tensor, as an in-memory dataset returns in each
-# epoch.
-_MOST = 8
+# The maximum number of records. An in-memory dataset may put the same tensors, which are never
+# gone, into a new tuple in each epoch.
+_MOST = 10_000
 
 
 class Ragged(list[Any]):
@@ -62,32 +62,37 @@ def _inside(part: Any) -> list[Any]:
     return held + list(part.values()) if isinstance(part, Mapping) else held
 
 
-def empty_batch(batch: Any, *, lists_are_columns: bool) -> Any:
-    """Return `batch`, of one sample, without rows: tensors and lists of strings cut to ``[:0]``.
+def empty_batch(batch: Any, *, lists_are_columns: bool, samples: int | None = None) -> Any:
+    """Return `batch` without rows: tensors and lists of strings cut to ``[:0]``.
 
     Args:
-        batch: a batch of one sample.
+        batch: a batch of one sample, or of several of a stream.
+        samples: how many samples it has, which its tensors must have as rows; None if unknown.
         lists_are_columns: whether lists are columns, as in ``default_collate``. In other batches a
             list of one item may be a list of samples, as of images of different sizes.
 
     Raises:
-        TypeError: the batch holds another type, whose rows are unknown.
+        TypeError: the batch holds another type, or a tensor with another number of rows, so that
+            its samples are not its rows.
     """
 
     def may_be_samples(part: Any) -> bool:
         return is_list(part) and len(part) == 1 and not lists_are_columns
 
     def empty(path: KeyPath, leaf: Any) -> Any:
-        if isinstance(leaf, Ragged) or is_text(leaf) or (isinstance(leaf, Tensor) and leaf.ndim):
+        is_column = isinstance(leaf, Ragged) or is_text(leaf)
+        has_rows = isinstance(leaf, Tensor) and leaf.ndim
+        if is_column or (has_rows and (samples is None or len(leaf) in (0, samples))):
             return leaf[:0]
         what = type(leaf).__name__ + " without dimensions" * isinstance(leaf, Tensor)
+        if has_rows:
+            what = f"Tensor of shape {tuple(leaf.shape)}, not of {samples} row(s)"
         if may_be_samples(leaf):
             what += " of one item, which may be a sample"
         raise TypeError(
-            f"a batch must be made of tensors, dicts, lists and tuples for a rank to get none of "
-            f"its rows, but `{keystr('batch', path)}` is a {what}: evaluate over "
-            f"Microbatches, of which a rank may have none (pass `microbatch_size`), or use "
-            f"drop_last=True, or a batch size that leaves every rank a sample"
+            f"a batch must be tensors with a row for each sample if a rank gets none, but "
+            f"`{keystr('batch', path)}` is a {what}: put samples first (batch_first=True), or pass "
+            f"`microbatch_size` or drop_last=True to make_loader"
         )
 
     def is_leaf(part: Any) -> bool:
@@ -108,95 +113,44 @@ class ReadRecord(NamedTuple):
     size: int
 
 
-class _Entry(NamedTuple):
-    """A record in `DeliveredBatches`.
-
-    Attributes:
-        read: the record.
-        by_columns: whether some columns of the batch suffice to find it.
-        parts: the parts of the batch. While they live, no other object has their ids.
-    """
-
-    read: ReadRecord
-    by_columns: bool
-    parts: list[weakref.ref[Any]]
-
-
 class DeliveredBatches:
-    """The records of batches that loaders have delivered, found by the ids of their parts.
+    """The records of the batches that loaders have yielded; see `ReadRecord`.
 
-    list and dict cannot be weakly referenced, and ``x, y = batch`` drops them. So a batch is looked
-    up by its columns. Nothing is kept alive.
+    A record is found by the ids of all parts of a batch: its tensors, and other objects with weak
+    references. A slice or a copy has none. Nothing is kept alive.
     """
 
     def __init__(self) -> None:
-        # By the id of a column: a weak reference to it, and the batches with it, by the hash of
-        # their parts' ids.
-        self._batches: dict[int, tuple[weakref.ref[Any], dict[int, _Entry]]] = {}
+        self._records: dict[tuple[int, ...], tuple[ReadRecord, list[weakref.ref[Any]]]] = {}
 
     def add(self, batch: Any, read: ReadRecord) -> None:
         """Add the record of `batch`, before the loop gets it."""
-        key, columns = _key(batch), _columns(batch)
-        are_samples = is_list(batch) and len(batch) == read.samples and _are_alike(batch)
-        parts = [] if are_samples else [part for part in _parts(batch) if _has_weakrefs(part)]
-        entry = _Entry(read, not are_samples, [weakref.ref(part) for part in parts])
-        for column in columns[:1] if are_samples else columns:
-            if (number := id(column)) not in self._batches:
-                self._batches[number] = weakref.ref(column, partial(self._batches.pop, number)), {}
-            batches = self._batches[number][1]
-            batches.pop(key, None)  # the newest is last
-            batches[key] = entry
-            if len(batches) > _MOST:
-                del batches[next(iter(batches))]
+        parts = _parts(batch)
+        if not parts:
+            return
+        key = tuple(map(id, parts))
+        # The first part that is gone removes the record, before another object can get its id.
+        forget = partial(self._records.pop, key)
+        self._records[key] = read, [weakref.ref(part, forget) for part in parts]
+        if len(self._records) > _MOST:
+            self._records.pop(next(iter(self._records)), None)
 
     def get(self, batch: Any) -> ReadRecord | None:
-        """Return the record of `batch`, or of a delivered batch that has all of its columns."""
-        held = [self._batches.get(id(column), (None, {}))[1] for column in _columns(batch)]
-        if not held:
-            return None
-        entry = held[0].get(_key(batch))
-        if entry is not None and all(part() is not None for part in entry.parts):
-            return entry.read
-        common = (
-            entry.read
-            for key, entry in reversed(held[0].items())
-            if entry.by_columns and all(key in batches for batches in held)
-        )
-        return next(common, None)
+        """Return the record of `batch`, or of another list, tuple or dict of the same parts."""
+        return self._records.get(tuple(map(id, _parts(batch))), (None,))[0]
 
 
 delivered = DeliveredBatches()
 
 
-def _parts(batch: Any) -> Sequence[Any]:
-    if isinstance(batch, list | tuple):
-        return batch
-    return [*batch.values()] if isinstance(batch, dict) else [batch]
-
-
-def _key(batch: Any) -> int:
-    """Return a hash of the ids of the parts of `batch`."""
-    return hash(tuple(map(id, _parts(batch))))
+def _parts(batch: Any) -> list[Any]:
+    leaves = leaves_with_path(batch, is_leaf=_has_weakrefs)
+    return [leaf for _, leaf in leaves if _has_weakrefs(leaf)]
 
 
 def _has_weakrefs(part: Any) -> bool:
-    """Whether this can be weakly referenced: no number, no string, no list and no dict can."""
+    """Whether this can be weakly referenced: no number, text, list, tuple or dict can."""
     return bool(type(part).__weakrefoffset__)
-
-
-def _columns(batch: Any) -> list[Any]:
-    """Return the first weakly referenceable object of each part of `batch`."""
-    return [*filter(_has_weakrefs, map(_first, _parts(batch)[:_MOST]))]
-
-
-def _first(batch: Any) -> Any:
-    """Return the first tensor or other weakly referenceable object in `batch`."""
-    part = batch
-    while isinstance(part, list | tuple | dict) and part:
-        part = next(iter(part.values())) if isinstance(part, dict) else part[0]
-    if _has_weakrefs(part):
-        return part
-    return next((leaf for _, leaf in leaves_with_path(batch) if _has_weakrefs(leaf)), None)
 
 
 def num_samples(batch: Any, read: int | None = None) -> int:
@@ -213,8 +167,8 @@ def num_samples(batch: Any, read: int | None = None) -> int:
     """
     if read is None and (record := delivered.get(batch)) is not None:
         read = record.samples
-    first = _first(batch)
-    if read and isinstance(first, Tensor) and first.shape[:1] == (read,):
+    first = next(iter_tensors(batch), None)
+    if read and first is not None and first.shape[:1] == (read,):
         return read  # the usual case
     if is_empty(batch):
         return 0
@@ -222,27 +176,20 @@ def num_samples(batch: Any, read: int | None = None) -> int:
     if read is None:
         if shown is None:
             raise TypeError(
-                f"`batch` must tell how many samples it has, by the rows of a tensor or the items "
-                f"of a list, but this {type(batch).__name__} does not: pass `count`, or "
-                f"make it a dict whose first tensor has a row for each sample"
+                f"`batch` must tell how many samples it has, but this {type(batch).__name__} does "
+                f"not: pass `count`, or make it a dict whose first tensor has a row for each sample"
             )
         return shown
     if shown not in (read, None) and not (is_list(batch) and len(batch) == read):
-        text = (
-            "%d samples were read for `batch`, but it looks like %d: it counts as %d. If its "
-            "collate_fn left samples out, pass `count`, or let the dataset return None for them"
-        )
-        _log.warning(text, read, shown, read, ranks="all", once=True)
+        text = "%d samples were read, but `batch` looks like %d: pass `count` if some were dropped"
+        _log.warning(text, read, shown, ranks="all", once=True)
     return read
 
 
 def is_empty(batch: Any) -> bool:
     """Whether `batch` has tensors with dimensions, all of them without rows."""
-    first = _first(batch)
-    if isinstance(first, Tensor) and first.numel():
-        return False
-    sized = [tensor for tensor in iter_tensors(batch) if tensor.ndim]
-    return bool(sized) and not any(map(len, sized))
+    rows = (len(tensor) for tensor in iter_tensors(batch) if tensor.ndim)
+    return next(rows, None) == 0 and not any(rows)  # most batches show it by their first tensor
 
 
 def _shown(batch: Any) -> int | None:
@@ -254,11 +201,13 @@ def _shown(batch: Any) -> int | None:
     parts = [*batch.values()] if isinstance(batch, Mapping) else batch
     columns = [part for part in parts if is_text(part) or (isinstance(part, Tensor) and part.ndim)]
     if columns:
-        # Tensors of one type and different lengths may be columns, or samples that are sequences.
-        is_clear = not is_list(batch) or len(columns) < len(parts) or not _are_alike(columns)
-        return len(columns[0]) if is_clear or len({*map(len, columns)}) == 1 else None
-    # A list may hold one field of all samples, or one sample.
-    is_clear = _are_alike(parts) and not all(map(is_list, parts))
+        # In a dict the first one decides. Columns of a tuple that differ in length may be those of
+        # a sampled graph, or samples that are sequences.
+        is_clear = isinstance(batch, Mapping) or len({*map(len, columns)}) == 1
+        return len(columns[0]) if is_clear else None
+    # A list may hold one field of all samples, which has one type, or one sample.
+    kinds = {(type(part), getattr(part, "dtype", None)) for part in parts}
+    is_clear = len(kinds) == 1 and not all(map(is_list, parts))
     return len(parts) if is_clear and _common_rows(parts) in (None, len(parts)) else None
 
 
@@ -266,12 +215,6 @@ def _common_rows(part: Any) -> int | None:
     """Return the number of rows of the tensors in `part`, if it is the same for all."""
     rows = {len(tensor) for tensor in iter_tensors(part) if tensor.ndim}
     return rows.pop() if len(rows) == 1 else None
-
-
-def _are_alike(items: Iterable[Any]) -> bool:
-    """Whether `items` have equal types, dtypes and dimensions, as one field of several samples."""
-    kinds = {(item.dtype, item.ndim) if isinstance(item, Tensor) else type(item) for item in items}
-    return len(kinds) == 1
 
 
 class UnevenShares:
@@ -286,9 +229,8 @@ class UnevenShares:
         batch_size, self.batch_size = self.batch_size, 0
         ranks = dist.get_world_size()
         text = (
-            f"`batch_size` {batch_size} leaves {ranks} ranks shares that differ by one sample, and "
-            f"a loss.backward() takes the plain mean of their gradients: call `pardata.backward`, "
-            f"which weights them, choose a multiple of {ranks}, or weight the loss yourself"
+            f"`batch_size` {batch_size} leaves {ranks} ranks shares that differ by one sample: "
+            f"call `pardata.backward`, which weights them, or choose a multiple of {ranks}"
         )
         _log.warning(text, ranks=[0], once=True)
 

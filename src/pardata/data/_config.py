@@ -16,7 +16,7 @@ from pardata.data._step_source import DataLoaderOptions, check_files, worker_opt
 from pardata.environment import _world as env
 from pardata.environment._device import checked_device
 from pardata.environment._logger import get_logger
-from pardata.rng._seeds import default_seed, next_index
+from pardata.rng._seeds import default_seed, loader_counts
 from pardata.store._round import exchange, raise_if_different
 
 _log = get_logger(__name__)
@@ -61,8 +61,8 @@ class ResolvedConfig:
         world: the world of this process, also with ``distributed=False``.
         ranks: the world that shares each global batch; of one rank with ``distributed=False``.
         pins: whether pardata pins the batches, and not ``DataLoader``.
-        numbered: PyTorch's initial seed and the loader's number, from which a default seed is
-            derived.
+        listed: a hash of the samples that the dataset lists, "nothing" if it lists none.
+        initial: PyTorch's initial seed on rank 0, if the seed is made of it.
     """
 
     given: LoaderConfig
@@ -73,7 +73,8 @@ class ResolvedConfig:
     workers: dict[str, Any]
     pins: bool
     seed: int
-    numbered: tuple[int, int] | None = None
+    listed: str
+    initial: int | None = None
 
 
 def resolve(given: LoaderConfig) -> ResolvedConfig:
@@ -92,25 +93,25 @@ def resolve(given: LoaderConfig) -> ResolvedConfig:
     def facts() -> dict[str, object]:
         made.append(_resolved(given, world, ranks))
         plan, initial = made[0].plan, torch.initial_seed()
+        numbered = initial, loader_counts[initial]
         compared = {"the length": plan.length, **{name: getattr(given, name) for name in _COMPARED}}
-        compared["the listed samples"] = listed_samples(given.dataset) if ranks.size > 1 else ""
-        return {**compared, "drop_last": plan.drop_last, "loaders": [initial, next_index(initial)]}
+        compared["the listed samples"] = made[0].listed
+        return {**compared, "drop_last": plan.drop_last, "numbered": numbered}
 
     def decide(facts_of_ranks: list[dict[str, Any]]) -> list[int]:
-        loaders: list[list[int]] = [each.pop("loaders") for each in facts_of_ranks]  # may differ
-        cure = (
-            "Pass the same dataset and arguments on every rank. Sort what glob, os.listdir and set "
-            "return, do without hash() of a text, and seed what splits or shuffles the samples."
-        )
+        numbered: list[list[int]] = [each.pop("numbered") for each in facts_of_ranks]  # may differ
+        cure = "Pass the same data and arguments on every rank. Sort files and sets, seed splits."
         raise_if_different("make_loader", facts_of_ranks, cure)
-        return loaders[0]
+        return numbered[0]
 
     initial, number = exchange(env.store_client(ranks), "make_loader", facts, decide)
     settings = made[0]
     _warn_of_idle_ranks(settings)
     if given.seed is not None:
         return settings
-    return replace(settings, seed=default_seed(initial, number), numbered=(initial, number))
+    # On every rank, also on one that has made loaders of its own: all count as rank 0 does.
+    loader_counts[torch.initial_seed()] = number + 1
+    return replace(settings, seed=default_seed(initial, number), initial=initial)
 
 
 def _world_for(distributed: object) -> env.World:
@@ -120,8 +121,7 @@ def _world_for(distributed: object) -> env.World:
     world = env.require_world("make_loader")
     if distributed is True and (world.backend is None or world.launcher == "single"):
         raise RuntimeError(
-            "`distributed` must be 'auto' or False without a launcher, but is True: start the "
-            "script with torchrun, srun or mpirun and call `pardata.init()` first"
+            "`distributed` must be 'auto' or False without a launcher, but is True: use torchrun"
         )
     return world
 
@@ -155,7 +155,8 @@ def _resolved(given: LoaderConfig, world: env.World, ranks: env.World) -> Resolv
         _log.info(text, type(given.dataset).__name__, once=True)
     # `DataLoader` checks its options here, inside the round, so that every rank gets the error.
     check_files(DataLoader(given.dataset, **workers), given.dataset, given.collate_fn)
-    return ResolvedConfig(given, world, ranks, plan, device, workers, pins, seed)
+    listed = listed_samples(given.dataset) or "nothing"
+    return ResolvedConfig(given, world, ranks, plan, device, workers, pins, seed, listed)
 
 
 def _check_batch_sampler(given: LoaderConfig) -> None:
@@ -164,8 +165,7 @@ def _check_batch_sampler(given: LoaderConfig) -> None:
     extra = [f"`{name}`" for name, unset in others.items() if getattr(given, name) is not unset]
     if extra:
         raise ValueError(
-            f"`batch_sampler` must come without {', '.join(extra)}, as it yields whole batches in "
-            f"their order, but both are given: leave {' and '.join(extra)} out"
+            f"`batch_sampler` must come alone, but comes with {' and '.join(extra)}: drop the rest"
         )
 
 
@@ -175,14 +175,11 @@ def _check_data(given: LoaderConfig) -> None:
     if isinstance(dataset, IterableDataset):
         if given.trains or given.batch_sampler is not None:
             raise ValueError(
-                f"`shuffle`, `sampler` and `batch_sampler` must be left out for an "
-                f"IterableDataset, but are given for {kind}: shuffle inside the dataset"
+                f"an IterableDataset must come without `shuffle` and samplers: shuffle in {kind}"
             )
         return
     if given.sharded:
-        raise ValueError(
-            f"`sharded` must be False for data with indices, but is True for {kind}: leave it out"
-        )
+        raise ValueError(f"`sharded` must be False for data with indices, as {kind}: leave it out")
     check_map_style(dataset, ", or be an IterableDataset")
     if given.sampler is not None:
         _check_sampler(given)
@@ -191,19 +188,11 @@ def _check_data(given: LoaderConfig) -> None:
 def _check_sampler(given: LoaderConfig) -> None:
     sampler, name = given.sampler, type(given.sampler).__name__
     if isinstance(sampler, DistributedSampler):
-        raise ValueError(
-            "`sampler` must yield the order of the whole dataset, but is a DistributedSampler, "
-            "which yields one rank's part: leave it out and pass shuffle=True"
-        )
+        raise ValueError("`sampler` must not be a DistributedSampler: pass shuffle=True instead")
     if isinstance(sampler, BatchSampler):
-        raise ValueError(
-            f"`sampler` must yield single indices, but is a {name}, which yields lists of them: "
-            f"pass it as `batch_sampler`, and no `batch_size`"
-        )
+        raise ValueError(f"`sampler` must not be a {name}: pass it as `batch_sampler` instead")
     if given.shuffle:
-        raise ValueError(
-            "`shuffle` must be False with a `sampler`, which is the order, but is True: choose one"
-        )
+        raise ValueError("`shuffle` must be False with a `sampler`, but is True: choose one")
 
 
 def _length_of(given: LoaderConfig) -> int | None:
@@ -230,13 +219,11 @@ def _plan(given: LoaderConfig, ranks: env.World, *, drop_last: bool) -> Plan:
     check_int("batch_size", batch_size, least=least, why=why)
     if microbatch_size is not None and microbatch_size > batch_size:
         raise ValueError(
-            f"`microbatch_size` must be at most the `batch_size` of {batch_size}, but is "
-            f"{microbatch_size}: make it smaller"
+            f"`microbatch_size` must be at most `batch_size` ({batch_size}), not {microbatch_size}"
         )
     if microbatch_size is not None and given.sharded:
         raise ValueError(
-            f"`microbatch_size` must be left out with `sharded`, as the steps of such data "
-            f"depend on the number of ranks, but is {microbatch_size}: choose one"
+            f"`microbatch_size` must be left out with `sharded`, but is {microbatch_size}: drop one"
         )
     length = plan.length if given.sampler is None else length_of(given.sampler)
     if length is not None:
@@ -257,10 +244,7 @@ def _warn_of_idle_ranks(settings: ResolvedConfig) -> None:
     count = -(-batch_size // (given.microbatch_size or 1))
     if count < ranks:
         idle = ", ".join(str(rank) for rank in range(ranks) if not local_range(count, rank, ranks))
-        text = (
-            f"a `microbatch_size` of {given.microbatch_size} makes {count} microbatches of "
-            f"{batch_size} samples for {ranks} ranks, so that rank(s) {idle} idle: make it smaller"
-        )
+        text = f"`microbatch_size` {given.microbatch_size} leaves rank(s) {idle} idle: lower it"
         _log.warning(text, ranks=[0], once=True)
     elif given.microbatch_size is None and given.trains and batch_size % ranks:
         uneven_shares.batch_size = batch_size

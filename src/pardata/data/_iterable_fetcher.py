@@ -6,6 +6,7 @@ Does not balance a sharded dataset: a rank that ends early gets empty batches.
 from collections.abc import Iterator
 from contextlib import suppress
 from copy import deepcopy
+from functools import partial
 from inspect import signature
 from itertools import count, islice
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from pardata._pytree import content_hash, leaves_with_path
-from pardata.collectives._fingerprint import CheckedCollective
+from pardata.collectives._fingerprint import CheckedCollective, WaitMinMax
 from pardata.data._fetcher import Collator
 from pardata.data._loader_state import Position
 from pardata.data._plan import FetchedStep, Plan, StepInfo, local_range
@@ -187,15 +188,12 @@ class LockstepSource(StepSource):
         if read != again:
             raise ValueError(
                 f"`state` must be of this iterable dataset, but its `delivered` is {again} "
-                f"samples, and the first {number} steps have {read}: pass the dataset that the "
-                f"state was taken of, or look at what was saved"
+                f"samples, and the first {number} steps have {read}: pass the dataset of the state"
             )
         if not (number or start.delivered) and self._has_yielded:
             kind = type(stream.dataset).__name__
             raise RuntimeError(
-                f"`dataset` must yield its samples in each epoch, but {kind} yielded none in epoch "
-                f"{start.epoch}, after it had yielded some: let its __iter__ return a new iterator "
-                f"each time, and not one that is used up"
+                f"{kind} yielded nothing in epoch {start.epoch}: let __iter__ make a new iterator"
             )
 
     def _lockstep(self, steps: Iterator[FetchedStep], before: str | None) -> Iterator[FetchedStep]:
@@ -209,20 +207,19 @@ class LockstepSource(StepSource):
         """
         stream = self.reader
         last: Any = None  # the last step of this rank
-        coming = _NextStep(steps)
+        coming, counts = _start_next(steps)
         while True:
-            (fewest, most), (_, any_failed) = coming.counts()
-            is_over = not most or (not fewest and stream.is_sharded and stream.plan.drop_last)
-            if is_over and not any_failed:
+            ((fewest, most),) = counts()
+            if not most or (not fewest and stream.is_sharded and stream.plan.drop_last):
                 return
             is_wrong = last is None and not fewest if stream.is_sharded else fewest != most
-            if any_failed or is_wrong:
-                exchange(store_client(self._ranks), _NEXT, coming.samples, _ended_on)
-            if last is None and coming.fetched:
-                self._compare(coming.fetched, before)
+            if is_wrong:
+                exchange(store_client(self._ranks), _NEXT, partial(_samples_in, coming), _ended_on)
+            if last is None and coming:
+                self._compare(coming, before)
             # Without a step, repeat the last one without rows. Every rank has a first one.
-            last = coming.fetched or last._replace(step=last.step._replace(local_samples=0))
-            coming = _NextStep(steps)
+            last = coming or last._replace(step=last.step._replace(local_samples=0))
+            coming, counts = _start_next(steps)
             yield last
 
     def _compare(self, first: FetchedStep, before: str | None) -> None:
@@ -237,15 +234,11 @@ class LockstepSource(StepSource):
             if self.reader.is_sharded:
                 if len(facts) > 1 and all(fact == facts[0] for fact in facts):
                     raise RuntimeError(
-                        f"each rank must have samples of its own with sharded=True, but all "
-                        f"{len(facts)} begin with the same ones: split by world().rank too, and "
-                        f"not only by worker, or leave out sharded=True"
+                        f"each rank must have its own samples with sharded=True, but all "
+                        f"{len(facts)} begin alike: split by world().rank too, or omit sharded=True"
                     )
                 return facts
-            cure = (
-                "Let the dataset yield the same samples everywhere, drawing from the default "
-                "generators alone, or pass sharded=True if it splits them by rank and worker."
-            )
+            cure = "Yield the same samples on every rank, or pass sharded=True if each has its own."
             raise_if_different("make_loader(IterableDataset)", facts, cure)
             return facts[:1]
 
@@ -254,41 +247,29 @@ class LockstepSource(StepSource):
         self.digest = content_hash(digests)
         if before not in (None, self.digest):
             raise ValueError(
-                f"`dataset` must yield the same samples when read again to resume, but "
-                f"{type(self.reader.dataset).__name__} does not: draw from the default generators "
-                f"alone, or, without `sharded`, give it state_dict() and load_state_dict()"
+                "`dataset` must yield the same samples again to resume: use the default generators "
+                "alone, or, without `sharded`, give it state_dict() and load_state_dict()"
             )
 
 
-class _NextStep:
-    """The next step of this rank, None at the end, or the error of reading it.
+def _samples_in(coming: FetchedStep | None) -> int:
+    return 0 if coming is None else coming.step.samples
 
-    It starts an all-reduce of its number of samples, 0 at the end, while the step before runs.
+
+def _start_next(steps: Iterator[FetchedStep]) -> tuple[FetchedStep | None, WaitMinMax]:
+    """Return the next step of this rank, None at the end, and a wait for the numbers of samples.
+
+    The ranks exchange these while the step before runs. After an error of `steps` on any rank the
+    wait raises it on every rank.
     """
-
-    def __init__(self, steps: Iterator[FetchedStep]) -> None:
-        self.fetched: FetchedStep | None = None
-        self._error: Exception | None = None
-        try:
-            self.fetched = next(steps, None)
-        except Exception as error:  # noqa: BLE001  # raised on every rank
-            self._error = error
-        self._count = 0 if self.fetched is None else self.fetched.step.samples
-        numbers = [self._count, self._error is not None]
-        self.counts = CheckedCollective(_NEXT, dict, str).start_min_max(numbers)
-
-    def samples(self) -> int:
-        """Return the number of its samples, or raise the error."""
-        error, self._error = self._error, None  # its frames hold this object
-        if error is not None:
-            raise error
-        return self._count
+    collective = CheckedCollective(_NEXT, dict, str)
+    coming = collective.capture(lambda: next(steps, None), None)
+    return coming, collective.start_min_max([_samples_in(coming)])
 
 
 def _ended_on(counts: list[int]) -> None:
     shorter = format_ranks([rank for rank, count in enumerate(counts) if count < max(counts)])
     raise RuntimeError(
-        f"every rank must have samples for this step, but they ended on {shorter} of {len(counts)} "
-        f"before the others: let the dataset yield the same samples everywhere, drawing from the "
-        f"default generators alone, or pass sharded=True if it splits by rank, with some for each"
+        f"every rank must have samples for this step, but they ended early on {shorter} of "
+        f"{len(counts)}: yield the same everywhere, or pass sharded=True and give each rank some"
     )

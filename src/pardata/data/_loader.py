@@ -9,14 +9,15 @@ from typing import Any, NoReturn, TypeAlias
 
 from torch.utils.data import Dataset
 
-from pardata._validation import check_int
+from pardata._validation import FixedArguments, check_int
 from pardata.data._batch import ReadRecord, delivered, empty_batch
+from pardata.data._config import LoaderConfig
 from pardata.data._device_prefetch import DeviceTransfer
 from pardata.data._loader_state import EpochCursor, StateSchema
 from pardata.data._microbatches import Microbatches
 from pardata.data._plan import FetchedStep, Plan, StepInfo
 from pardata.data._sampler import GlobalBatchSampler, length_of
-from pardata.data._step_source import StepSource
+from pardata.data._step_source import DataLoaderOptions, StepSource
 from pardata.environment._logger import get_logger
 from pardata.store._current_op import LOADER, current_op
 
@@ -68,12 +69,13 @@ class WaitTimer:
         }
 
 
-class Loader:
+class Loader(FixedArguments):
     """This rank's batches, epoch after epoch; made by `make_loader`.
 
     An ``iter()`` begins the next epoch when it is asked for its first batch, also after a ``break``
     or an error. In the body of `epochs` it runs that epoch instead. One epoch runs at a time: the
-    next one ends the one before. A loader saves and resumes as PyTorch's ``Stateful``.
+    next one ends the one before. A loader saves and resumes as PyTorch's ``Stateful``. To set an
+    argument of `make_loader` on it is an AttributeError: make another loader.
 
     Attributes:
         dataset: as given.
@@ -85,12 +87,15 @@ class Loader:
     (3, 0, 2)
     """
 
+    _arguments = frozenset({*LoaderConfig.__annotations__, *DataLoaderOptions.__annotations__})
+    dataset: Dataset[Any]
+    batch_size: int | None
+
     def __init__(self, plan: Plan, parts: Parts, again: Callable[[object], Parts | None]) -> None:
         self._plan, self._with_seed = plan, again
         self._schema, self._source, self._transfer = parts
-        self.dataset: Dataset[Any] = self._source.reader.dataset
-        self.batch_size: int | None = plan.batch_size or None
-        self._cursor = EpochCursor()
+        vars(self).update(dataset=self._source.reader.dataset, batch_size=plan.batch_size or None)
+        self.cursor = EpochCursor()
         self._clock = WaitTimer()
         self._has_spoken = False
 
@@ -101,16 +106,13 @@ class Loader:
         if requests is not None and requests.sampler is not None:
             by, whose, length = requests.name, requests.sampler, length_of(requests.sampler)
         if length is None:
-            raise TypeError(
-                f"the length of a loader must be that of its {by}, but {type(whose).__name__} has "
-                f"none: give it a __len__, or count the batches"
-            )
+            raise TypeError(f"the {by} must have a __len__, but {type(whose).__name__} has none")
         return length if self.batch_size is None else len(replace(self._plan, length=length))
 
     @property
     def epoch(self) -> int:
         """The epoch in progress, or else the one that the next ``iter()`` will run."""
-        return self._cursor.epoch
+        return self.cursor.epoch
 
     @property
     def sampler(self) -> NoReturn:
@@ -148,11 +150,11 @@ class Loader:
         []
         """
         count = check_int("count", count, least=0)
-        if 0 < count <= (done := self._cursor.next_unfinished.epoch):
+        if 0 < count <= (done := self.cursor.next_unfinished.epoch):
             text = "epochs(%d) runs nothing: %d are done since the run began; loop over range(%d)"
             _log.warning(text, count, done, count, ranks=[0], once=True)
-        while (start := self._cursor.next_unfinished).epoch < count:
-            with self._cursor.pinned_epoch(start):
+        while (start := self.cursor.next_unfinished).epoch < count:
+            with self.cursor.pinned_epoch(start):
                 yield start.epoch
 
     def set_epoch(self, epoch: int) -> None:
@@ -160,7 +162,7 @@ class Loader:
 
         After `load_state_dict`, the epoch of that state still runs only its remaining steps.
         """
-        self._cursor.set_epoch(check_int("epoch", epoch, least=0))
+        self.cursor.set_epoch(check_int("epoch", epoch, least=0))
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the loader is, as a few numbers that are the same on every rank.
@@ -168,13 +170,10 @@ class Loader:
         A step counts as delivered once the loop has its batch: in the body of step k, and after a
         ``break`` there. Batches that were read ahead do not count. Not collective.
         """
-        if self._cursor.counts_as_done:
-            text = (
-                "the loop over an epoch was left: a state saved in this body of `epochs` resumes "
-                "in the next epoch; to resume in this one, save before the `break`"
-            )
+        if self.cursor.counts_as_done:
+            text = "a state saved after `break` resumes in the next epoch: save it before `break`"
             _log.warning(text, ranks=[0], once=True)
-        return self._schema.state(self._cursor.state)
+        return self._schema.state(self.cursor.state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next ``iter()`` resume where `state` was taken, at any world size and at once.
@@ -196,7 +195,7 @@ class Loader:
         if seed != self._schema.facts["seed"]:
             parts = self._with_seed(seed) or parts  # the state of another loader of this run
         start = parts[0].position(state)
-        self._cursor.resume_at(start)
+        self.cursor.resume_at(start)
         self._schema, self._source, self._transfer = parts
         if self._schema.is_stream and start.delivered and start.state is None:
             _log.info("the loader reads %d samples again, to resume after them", start.delivered)
@@ -222,11 +221,8 @@ class Loader:
         """
         requests: GlobalBatchSampler | None = self._source.requests
         if requests is None:
-            raise TypeError(
-                f"the samples must have indices to be told apart, but those of "
-                f"{type(self.dataset).__name__}, an IterableDataset, have none: hash what you get"
-            )
-        return requests.fingerprint(*self._cursor.now[:2])
+            raise TypeError("an IterableDataset has no indices to hash: hash what you get")
+        return requests.fingerprint(*self.cursor.now[:2])
 
     def __iter__(self) -> Iterator[Any]:
         """Run the next epoch, or the remaining steps of a loaded one.
@@ -235,7 +231,7 @@ class Loader:
         ``IterableDataset``.
         """
         # Inside the generator, because Lightning sets the epoch after iter().
-        cursor, begun = self._cursor, self._cursor.begin()
+        cursor, begun = self.cursor, self.cursor.begin()
         self._clock = clock = WaitTimer()
         try:
             fetched = self._source.steps(cursor.now)
@@ -276,8 +272,9 @@ class Loader:
         (batch,), missing = batches, sum(fetched.missing)
         if step.local_samples == 0 or step.samples < self._plan.size:
             # On every rank, so that all raise if the batch cannot be emptied.
-            collate_fn = self._source.reader.collation.collate_fn
-            empty = empty_batch(batch, lists_are_columns=collate_fn is None)
+            is_column = self._source.reader.collation.collate_fn is None
+            samples = None if self._schema.is_stream or missing else 1
+            empty = empty_batch(batch, lists_are_columns=is_column, samples=samples)
             batch = batch if step.local_samples else empty
         if missing:
             step = step._replace(local_samples=max(0, step.local_samples - missing))
@@ -289,8 +286,7 @@ class Loader:
         if is_long and not self._has_spoken:
             self._has_spoken = True
             text = (
-                f"the epoch waited {stats['wait_share']:.0%} of its {stats['seconds']:.1f} s "
-                f"for data: more num_workers read in parallel, cache_dataset decodes once, and "
-                f"batch_transform does a whole batch at a time"
+                f"the epoch waited {stats['wait_share']:.0%} of its {stats['seconds']:.1f} s for "
+                f"data: raise num_workers, or use cache_dataset or batch_transform"
             )
             _log.warning(text, ranks=[0])

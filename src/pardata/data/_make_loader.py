@@ -19,7 +19,7 @@ from pardata.data._loader_state import StateSchema
 from pardata.data._sampler import GlobalBatchSampler
 from pardata.data._step_source import DataLoaderOptions, StepSource
 from pardata.environment._logger import get_logger
-from pardata.rng._seeds import default_seed, register_loader
+from pardata.rng._seeds import default_seed
 
 _log = get_logger(__name__)
 
@@ -95,7 +95,8 @@ def make_loader(
             Otherwise it is the number of cores that this rank may use, less one, at most 8.
         seed: of the order, the samples and the workers. ``None`` is rank 0's
             ``torch.initial_seed()`` for the first loader that a run makes. Each further one gets a
-            seed made of that and of its number. `seed_everything` starts the numbering anew.
+            seed made of that and of its number, which no other loader of the run has.
+            `seed_everything` starts the numbering anew.
         reproducible: seed the default generators of Python, NumPy and PyTorch before each sample,
             from `seed`, the epoch and the sample. After each batch they are put back. An
             augmentation that draws from these generators depends neither on the workers nor on the
@@ -132,10 +133,7 @@ def make_loader(
     [[0, 1], [2, 3], [4]]
     """
     settings = resolve(LoaderConfig(**{n: plain_number(x) for n, x in locals().items()}))
-    loader = Loader(settings.plan, _parts(settings), partial(_with_seed, settings))
-    if settings.numbered is not None:
-        register_loader(torch.initial_seed(), settings.numbered[1], loader)
-    return loader
+    return Loader(settings.plan, _parts(settings), partial(_with_seed, settings))
 
 
 def _parts(settings: ResolvedConfig) -> Parts:
@@ -160,16 +158,13 @@ def _parts(settings: ResolvedConfig) -> Parts:
 def _warn_of_held_generators(given: LoaderConfig) -> None:
     for name in ("dataset", "collate_fn", "batch_transform"):
         for path in held_generators(name, getattr(given, name)):
-            text = (
-                "`%s` is a generator that the loader does not seed, so that runs at other sizes "
-                "draw other numbers: draw from the default generators, or pass reproducible=False"
-            )
+            text = "the loader cannot seed `%s`: use default generators, or pass reproducible=False"
             _log.warning(text, path, ranks=[0], once=True)
 
 
 def _with_seed(settings: ResolvedConfig, seed: Any) -> Parts | None:
     """Return the parts with the default seed of another loader of this run, else None."""
-    initial, _ = settings.numbered or (None, 0)
+    initial = settings.initial
     if initial is None or all(default_seed(initial, number) != seed for number in range(1000)):
         return None
     return _parts(replace(settings, seed=seed))
@@ -179,7 +174,7 @@ def _schema(settings: ResolvedConfig) -> StateSchema:
     given, plan = settings.given, settings.plan
     facts: dict[str, Any] = {"length": plan.length, "batch_size": given.batch_size}
     facts |= {"microbatch_size": given.microbatch_size, "shuffle": given.shuffle}
-    facts |= {"drop_last": plan.drop_last, "seed": settings.seed}
+    facts |= {"drop_last": plan.drop_last, "seed": settings.seed, "samples": settings.listed}
     for name in ("sampler", "batch_sampler"):
         facts[name] = None
         if (drawn_by := getattr(given, name)) is not None:

@@ -108,8 +108,7 @@ class Microbatches(Sequence[_T]):
             numbers = [*map(len, by_rank)]
             if min(numbers) == 0 or min(numbers) < max(numbers):
                 raise ValueError(
-                    f"`batches` must be equally many on every rank, at least one, but are "
-                    f"{numbers}, in rank order: divide them otherwise, or let a loader do it"
+                    f"every rank must pass as many `batches`, at least one, but they pass {numbers}"
                 )
             return [count for one in by_rank for count in one], facts[0]["seed"]
 

@@ -76,15 +76,13 @@ class Plan:
         length = self.length or 0
         if self.drop_last and self.batch_size > length:
             raise ValueError(
-                f"`batch_size` must be at most the {length} samples of an epoch with drop_last, "
-                f"but is {self.batch_size}: make it smaller, or pass drop_last=False"
+                f"`batch_size` must be at most {length} with drop_last, but is {self.batch_size}"
             )
         rest = (length - self.start) % self.batch_size
         last = 0 if self.drop_last or self.microbatch_size else rest
         if shuffled and 0 < last < self.size:
             raise ValueError(
-                f"the last batch must have a sample for each of the {self.size} ranks, but has "
-                f"{last} of {length}: pass drop_last=True, `microbatch_size` or another batch_size"
+                f"the last batch must have one sample a rank, but has {last}: pass drop_last=True"
             )
 
     def local_ranges(

@@ -23,7 +23,7 @@ from pardata.environment._world import World, store_client
 from pardata.rng._rng_state import fork_rng
 from pardata.rng._seeds import mix
 from pardata.store._rank_errors import type_and_message
-from pardata.store._round import exchange, raise_if_different
+from pardata.store._round import Facts, compare_facts
 
 # Indices of samples. A user's sampler may yield any type.
 Indices: TypeAlias = "torch.Tensor | Sequence[Any]"
@@ -117,8 +117,7 @@ class GlobalBatchSampler(Sampler[FetchRequest]):
             delivered = epoch.steps[self._first - 1].stop
         if start.digest not in (None, epoch.digest) or start.delivered != delivered:
             raise ValueError(
-                f"`state` must have been taken with the order that `{self.name}` yields, but epoch "
-                f"{start.epoch} has another now: make it of the same data and arguments"
+                f"epoch {start.epoch} must have the order of `state`: make `{self.name}` as before"
             )
 
     def __iter__(self) -> Iterator[FetchRequest]:
@@ -179,10 +178,9 @@ class GlobalBatchSampler(Sampler[FetchRequest]):
 
     def _agreed_order(self, epoch: int) -> tuple[Sequence[Any], str]:
         """Return the sampler's order for this epoch, compared between the ranks, and its hash."""
-        drawn: Sequence[Any] = []
+        found: list[tuple[Sequence[Any], str]] = []
 
-        def draw() -> dict[str, object]:
-            nonlocal drawn
+        def draw() -> Facts:
             drawn = self._draw_order(epoch)
             digest = _digest(drawn)
             # Not with PyTorch's samplers without a generator: they draw from the default ones, and
@@ -190,21 +188,16 @@ class GlobalBatchSampler(Sampler[FetchRequest]):
             looks = self._looks_twice and getattr(self.sampler, "generator", self) is not None
             if looks and _digest(self._draw_order(epoch)) != digest:
                 raise ValueError(
-                    f"`{self.name}` must yield the same order each time it is read in epoch "
-                    f"{epoch}, but {type(self.sampler).__name__} yielded two orders: let its "
-                    f"__iter__ keep nothing for the next one (shuffle a copy, count epochs by "
-                    f"set_epoch), and draw from the default generators (generator=None)"
+                    f"`{self.name}` must yield the same order each time in epoch {epoch}, but did "
+                    f"not: shuffle a copy, count epochs by set_epoch, and pass generator=None"
                 )
             self._looks_twice = False
+            found.append((drawn, digest))
             return {"the order": digest}
 
-        def decide(facts: list[dict[str, object]]) -> object:
-            cure = "Make the sampler of the same arguments on every rank."
-            raise_if_different(f"make_loader({self.name}=…)", facts, cure)
-            return facts[0]["the order"]
-
-        digest: str = exchange(store_client(self.ranks), "iter(loader) of a sampler", draw, decide)
-        return drawn, digest
+        cure = "Make the sampler of the same arguments on every rank."
+        compare_facts(store_client(self.ranks), f"make_loader({self.name}=…)", draw, cure)
+        return found[0]
 
     def _draw_order(self, epoch: int) -> Sequence[Any]:
         try:
@@ -221,8 +214,7 @@ class GlobalBatchSampler(Sampler[FetchRequest]):
             yielded = len(drawn) if len(drawn) <= most else "more"
             many = f"at most {most} without one" if length is None else most
             raise ValueError(
-                f"`{self.name}` must yield as many indices as its length, {many}, but yielded "
-                f"{yielded}: let its __iter__ end where its __len__ says"
+                f"`{self.name}` must yield as many indices as its length, {many}, not {yielded}"
             )
         if not self.plan.batch_size:
             return [self._checked(batch) for batch in drawn]
@@ -234,15 +226,11 @@ class GlobalBatchSampler(Sampler[FetchRequest]):
         """Return a batch of a ``batch_sampler`` as a list."""
         batch = batch.tolist() if hasattr(batch, "tolist") else batch
         if not isinstance(batch, list | tuple):
-            raise TypeError(
-                f"`batch_sampler` must yield lists of indices, one for each global batch, but "
-                f"yielded {batch!r}: pass what yields single ones as `sampler`"
-            )
+            raise TypeError(f"`batch_sampler` must yield lists, not {batch!r}: pass a `sampler`")
         least = 1 if self.plan.microbatch_size else self.plan.size
         if len(batch) < least:
             raise ValueError(
-                f"`batch_sampler` must yield at least {least} indices in each batch, one for each "
-                f"rank, but yielded {batch!r}: join small batches, or pass `microbatch_size`"
+                f"`batch_sampler` must yield {least} or more indices at once, but yielded {batch!r}"
             )
         return list(batch)
 

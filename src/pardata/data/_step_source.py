@@ -52,7 +52,7 @@ def resolve_num_workers(num_workers: Any, dataset: Any, world: World) -> int:
             tensors.
     """
     if num_workers == "auto":
-        num_workers = 0 if batch_reader(dataset) else min(8, cpus_per_rank(world) - 1)
+        num_workers = 0 if batch_reader(dataset) else min(8, cpus_per_rank(world.local_size) - 1)
     number = check_int("num_workers", num_workers, least=0, why=" or 'auto'")
     if number:
         _check_they_can_send()
@@ -69,10 +69,7 @@ def worker_options(
         # DataLoader raises for these without workers, and "auto" may be 0 on some ranks only.
         options = {name: x for name, x in options.items() if name == "pin_memory"}
     elif number == 0 and options.get("timeout"):
-        raise ValueError(
-            f"`timeout` must be 0 without workers, because it waits for their batches, "
-            f"but is {options['timeout']!r}: leave it out, or pass `num_workers`"
-        )
+        raise ValueError(f"`timeout` must be 0 without workers, but is {options['timeout']!r}")
     pin_memory = options.pop("pin_memory", has_streams(device))
     # DataLoader cannot pin a tensor on a GPU, which a dataset in this process may return.
     ours = pin_memory and number == 0 and torch.accelerator.is_available()
@@ -93,20 +90,14 @@ def _check_they_can_send() -> None:
     # The socket's name in multiprocessing.connection.
     longest = _LONGEST_SOCKET - len("/listener-12345678")
     if len(os.fsencode(directory)) > longest:
-        raise ValueError(
-            f"the temporary directory must have a name of at most {longest} characters, for its "
-            f"sockets, but is {directory!r}: set TMPDIR to a shorter one, or pass num_workers=0"
-        )
+        raise ValueError(f"TMPDIR must have at most {longest} characters, but is {directory!r}")
 
 
 def check_files(loader: DataLoader[Any], dataset: Any, collate_fn: Any) -> None:
     """Raise if forked workers of `loader` would share an open file, and so its position."""
     held = (*open_files("dataset", dataset), *open_files("collate_fn", collate_fn))
     for path in held if loader.num_workers and start_method(loader) == "fork" else ():
-        raise ValueError(
-            f"`{path}` must not be open when workers are forked, because they would all move one "
-            f"position in it: open it at the first sample, in each worker, or pass num_workers=0"
-        )
+        raise ValueError(f"`{path}` must be closed when workers fork: open it at the first sample")
 
 
 class StepSource:
@@ -143,8 +134,7 @@ class StepSource:
         length, had = len(self.reader.dataset), self.requests.plan.length
         if length != had and self.requests.sampler is None:
             raise ValueError(
-                f"`dataset` must keep the {had} samples that it had when its loader was made, but "
-                f"has {length}: make a new loader, or pass a `sampler`, whose length may change"
+                f"`dataset` must keep its {had} samples, but has {length}: make a new loader for it"
             )
         self.reader.find_batch_reader()  # a Subset may have other indices than before
         self.requests.seek(start)

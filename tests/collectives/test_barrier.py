@@ -163,8 +163,8 @@ def go_first_where_nobody_says_what_a_node_is():
 def test_of_a_group_made_without_init_the_nodes_are_not_known():
     for raised in run_caught(go_first_where_nobody_says_what_a_node_is, world_size=2, fresh=True):
         assert str(raised).startswith(
-            "RuntimeError: `rank_zero_first(local=True)` must know which ranks are on one node, "
-            "but this process group was made without `init`: call `pardata.init()` first"
+            "RuntimeError: `rank_zero_first(local=True)` must know the ranks of a node: call "
+            "`pardata.init()`, which adopts the group"
         )
 
 
@@ -244,7 +244,7 @@ def test_a_large_result_comes_whole_and_a_large_exception_as_its_text():
     assert [result for result, _ in ranks] == [(LARGE, 100_000, "000000099999")] * 2
     (_, (*own, refused)), (_, (*told, _)) = ranks
     assert [kind for kind, *_ in own] == ["ValueError", "JSONDecodeError"]
-    assert refused[2].startswith("what ranks compare in `here` must be at most 4 MiB, but is 9.0")
+    assert refused[2].startswith("`here` must compare at most 4 MiB, but got 9.0")
     start = "rank 0 failed in `rank_zero_call`:"
     for (kind, length, text), says in zip(
         told, ["ValueError: éé", "json.decoder.JSONDecodeError: "], strict=True
@@ -325,6 +325,6 @@ def test_a_collective_inside_a_rank_0_call_raises_on_every_rank():
     for found in run(nest, world_size=2):
         for raised, (call, place, _) in zip(found, NESTED, strict=True):
             assert str(raised) == (
-                f"RuntimeError: `{call}` must be reached by every rank, but the others wait until "
-                f"this rank has done its `{place}`: make the call after it, or before"
+                f"RuntimeError: `{call}` must be reached by every rank, but the others wait for "
+                f"`{place}`: call it after that"
             )

@@ -96,7 +96,7 @@ def test_a_bare_collective_needs_them_too(strategy):
     """Where ranks run unequally many, gloo would end the process."""
     for microbatch_size, number in ((4, 3), (12, 1)):  # of one, a rank runs a placeholder
         for error in run(caught, losses, counting, microbatch_size, strategy):
-            assert f"2 ranks share {number} microbatches" in str(error)
+            assert f"here {number} on 2 ranks: return metrics" in str(error)
     for found in run(losses, counting, 6, strategy):
         assert len(found) == 1
 
@@ -116,7 +116,7 @@ def uneven_at_the_end():
 def test_it_is_told_also_where_only_the_last_step_is_uneven():
     for first, second, last in run(uneven_at_the_end):
         assert "RuntimeError" not in first + second
-        assert "2 ranks share 1 microbatches" in last
+        assert "here 1 on 2 ranks: return metrics" in last
 
 
 def steps_after_one_by_hand():

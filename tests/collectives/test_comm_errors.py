@@ -149,7 +149,9 @@ def count_on_rank_0(here):
 def test_a_timeout_of_different_waits_suggests_different_arguments():
     for raised in launched(raised_by, count_on_rank_0, size=3):
         assert raised.text.startswith("`backward (epoch 0, step 0)` must be reached by every rank")
-        assert "give the call the same arguments (`count`), and the model the same" in raised.text
+        assert (
+            "pass the same arguments (`count`), mode and frozen parameters on every" in raised.text
+        )
 
 
 # --- what a backend says

@@ -63,7 +63,7 @@ def test_a_launcher_is_named_with_its_variables(env, text):
 
 
 def test_shared_memory_below_a_gibibyte_is_little():
-    cure = "workers hand batches over there: start the container with --shm-size=8g"
+    cure = "start the container with --shm-size=8g or --ipc=host"
     check(shared_memory(24 * GIB, GIB), OK, "24.0 GiB")
     check(shared_memory(24 * GIB, GIB - 1), WARNING, "1024 MiB free of 24.0 GiB", cure)
 
@@ -108,12 +108,12 @@ def test_gpus_are_counted_and_invisible_ones_are_a_warning(gpus):
     here = "2 x H200, 141 GiB, 1 x H100, 141 GiB; backend cuda:nccl,cpu:gloo"
     check(gpus(lambda: True, ["H200", "H100", "H200"], 3), OK, here)
     check(gpus(lambda: False), OK, "none: training runs on the CPU")
-    cure = f"install a torch for CUDA (this one is {torch.__version__}), unset CUDA_VISIBLE_DEVICES"
+    cure = f"install a torch for CUDA (this is {torch.__version__}), unset CUDA_VISIBLE_DEVICES"
     none = "torch sees none of the driver's 2 GPUs"
     check(gpus(lambda: False, files=2), WARNING, none, cure)
     finding = gpus(_too_old, files=2)
     check(finding, WARNING, f"{none} (the driver is too old)", cure)
-    assert "unset CUDA_VISIBLE_DEVICES (it is '')" in finding.cure
+    assert "unset CUDA_VISIBLE_DEVICES ('')" in finding.cure
 
 
 def test_mps_is_shown_with_its_memory_and_backend(monkeypatch):

@@ -35,7 +35,7 @@ from pardata import barrier, rank_zero_first, testing, world
 from pardata.data._batch import uneven_shares
 from pardata.environment._logger import logged_once
 from pardata.environment._world import group_state, process
-from pardata.rng._seeds import loaders, run_seed
+from pardata.rng._seeds import loader_counts, run_seed
 from pardata.store._rank_errors import RemoteError
 from pardata.testing import _run
 
@@ -291,7 +291,7 @@ class _Home:
         logged_once.clear()
         run_seed.seed, run_seed.calls = None, 0
         uneven_shares.batch_size = 0
-        loaders.clear()
+        loader_counts.clear()
         os.environ.clear()
         os.environ.update(self.env)
         os.chdir(self.folder)

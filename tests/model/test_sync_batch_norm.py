@@ -47,7 +47,7 @@ def in_microbatches(microbatch_size):
 def test_microbatches_are_refused_on_every_rank_before_anything_runs(size, microbatch_size):
     for refused in run(in_microbatches, microbatch_size, world_size=size):
         for raised in refused:
-            assert "`batch` must be what a loader without `microbatch_size` yields" in str(raised)
+            assert "`batch` must not be Microbatches for a model with SyncBatchNorm" in str(raised)
 
 
 def test_one_process_takes_any_number_of_microbatches():

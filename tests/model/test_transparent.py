@@ -155,9 +155,7 @@ def what_would_train_without_being_synchronised_cannot_be_assigned(strategy):
     model = wrapped(strategy)
     before = list(unwrap(model).state_dict())
     for assign in ASSIGNMENTS:
-        with pytest.raises(
-            TypeError, match=r"`\w+` must be set before the model is wrapped, but a "
-        ):
+        with pytest.raises(TypeError, match=r"`\w+` must be set before wrap_model, but a "):
             assign(model)
     assert list(unwrap(model).state_dict()) == before
 
@@ -341,7 +339,7 @@ def guards():
         net = seeded(Net)
         model = wrap_model(torch.compile(net, backend="eager") if inside else net, "ddp")
         rows, targets = batch(), torch.zeros(12, dtype=torch.int64)
-        text = "`training_step` must not train through DistributedDataParallel, but it runs Net"
+        text = "`training_step` must not run Net with gradients outside of the model's forward"
         with pytest.raises(RuntimeError, match=text):  # the whole text: tests/promises/errors.md
             model.training_step(rows, targets)
         for context in (torch.no_grad, torch.inference_mode):
@@ -495,8 +493,7 @@ def joins(how):
 def test_join_is_refused(how):
     for raised in run_caught(joins, how, world_size=2):
         assert raised.text == (
-            "`join()` must not be used with a model of wrap_model: make_loader gives each rank as "
-            "many steps, and backward weights unequal shares"
+            "`join()` must not be used after wrap_model: make_loader gives all ranks as many steps"
         )
 
 

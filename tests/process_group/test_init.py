@@ -64,9 +64,12 @@ def test_a_rank_selects_its_gpu_or_the_only_visible_one(
     if device is not None:
         assert str(found) == device
     else:
-        says = f"the number of visible GPUs, {seen}, but is {local_rank} of {ranks} on"
+        says = f"the number of visible GPUs, {seen}, but is {local_rank} on "
         assert says in found.text
-        assert f"start {seen} process{'es' if seen > 1 else ''} per node" in found.text
+        assert (
+            f"pass torchrun --nproc-per-node={seen}, srun --ntasks-per-node={seen}, or "
+            in found.text
+        )
 
 
 class Uuid:
@@ -95,7 +98,7 @@ def join_with_gpus(counts, uuid=None, kind="cuda"):
 
 
 NO_GROUPS = {
-    "the same": ([1, 1, 1], "GPU-7", "must have a GPU of its own, but 3 ranks on "),
+    "the same": ([1, 1, 1], "GPU-7", "share one GPU: start one per GPU, or "),
     "of other kinds": ([2, 0], None, "every rank must pass the same to `init`, but `backend` diff"),
 }
 
@@ -415,7 +418,7 @@ def test_a_rank_of_another_run_raises_and_names_both_runs():
     assert second.type == "RuntimeError"
     assert second.seconds < 30
     assert re.fullmatch(
-        r"all ranks that meet at localhost:\d+ must be of one run, but the store there is that of "
-        r"SLURM job 123456, step 0, .* this rank is of SLURM job 133456, step 0, .* by MASTER_PORT",
+        r"localhost:\d+ is the store of SLURM job 123456, step 0, .*, not SLURM job 133456, "
+        r"step 0, .*: set a free MASTER_PORT",
         second.text,
     )

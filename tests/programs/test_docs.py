@@ -38,7 +38,7 @@ import pardata
 import pardata.testing
 from pardata.environment._logger import logged_once
 from pardata.process_group._shutdown import shutdown
-from pardata.rng._seeds import loaders, run_seed
+from pardata.rng._seeds import loader_counts, run_seed
 
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
@@ -151,7 +151,7 @@ def _restored():
     shutdown(None)
     logged_once.clear()
     run_seed.seed, run_seed.calls = None, 0
-    loaders.clear()  # their default seeds count the loaders of a process
+    loader_counts.clear()  # their default seeds count the loaders of a process
     sys.path[:] = path
     for name in sys.modules.keys() - modules:
         if name.startswith("page_"):

@@ -212,7 +212,7 @@ def all_trained(cells):
 
 CELLS = [(name, strategy) for name in FEATURES for strategy in STRATEGIES]
 ALONE = "strategy 'dp' must run in one process, without SyncBatchNorm, but has "
-NO_OPTION = ", but {!r} is not; there are "
+NO_OPTION = " has no option {!r}: it has "
 OTHERS = ("none", "dp", "ddp", "exact")
 ERRORS = {
     (IN_PLACE, "exact"): "but a Net was compiled in place, where that cannot be ",
@@ -222,7 +222,7 @@ ERRORS = {
     **{(OFFLOADED, strategy): NO_OPTION.format("offload_policy") for strategy in OTHERS},
 }
 OLDER_ERRORS = {
-    ("a model that returns a dataclass", "fsdp"): "but returns the dataclass Answer, in "
+    ("a model that returns a dataclass", "fsdp"): " must return a dict, not dataclass Answer, "
 }
 
 

@@ -7,7 +7,7 @@ import torch
 from on_ranks import caught
 
 from pardata import make_loader
-from pardata.store._caller import call_site, raise_location
+from pardata.store._current_op import call_site, raise_location
 
 
 def test_what_lies_between_in_python_torch_and_pardata_is_passed_over():

@@ -14,14 +14,16 @@ import shutil
 import warnings
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from socket import gethostname
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from pardata._pytree import bytes_of, content_hash
 from pardata._validation import local_path
@@ -74,37 +76,6 @@ class Column(NamedTuple):
     def _cut(self, entry: list[int]) -> Tensor:
         *shape, first = entry
         return self.values[first : first + math.prod(shape)].view(shape).clone()
-
-
-class ColumnWriter:
-    """Writes one part of all samples, in the order of `add`."""
-
-    def __init__(self, path: Path) -> None:
-        self._values, self._offsets = path.open("wb"), _offsets_path(path).open("wb")
-        self._first = 0  # the number of values so far
-        self._shapes: set[tuple[int, ...]] = set()
-
-    def close(self) -> None:
-        """Close the files."""
-        self._values.close()
-        self._offsets.close()
-
-    def add(self, values: bytes, shapes: Shapes) -> None:
-        """Write the values of the next samples and their shapes."""
-        self._shapes.update(map(tuple, shapes))
-        offsets = array("q")
-        for shape in shapes:
-            offsets.extend((*shape, self._first))
-            self._first += math.prod(shape)
-        self._values.write(values)
-        offsets.tofile(self._offsets)
-
-    def finish(self) -> Sequence[int] | None:
-        """Return the shape of all samples, without offsets, or None if shapes differ."""
-        if len(self._shapes) > 1:
-            return None
-        Path(self._offsets.name).unlink()
-        return self._shapes.pop()
 
 
 def _offsets_path(path: Path) -> Path:
@@ -222,27 +193,15 @@ def _locked(directory: Path) -> Iterator[bool]:
         yield has_lock
 
 
-class _Parts(Dataset[dict[str, Tensor]]):
-    """The samples as tensors by path, decoded in this process or in a worker."""
-
-    def __init__(self, dataset: Any, fields: Fields) -> None:
-        self._dataset, self._fields = dataset, fields
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        _, parts = read_sample(self._dataset, index)
-        check_structure(parts, self._fields, index)
-        return parts
-
-
-def _encode_chunk(samples: list[dict[str, Tensor]]) -> list[tuple[bytes, Shapes]]:
+def _encode_chunk(dataset: Any, fields: Fields, indices: list[int]) -> list[tuple[bytes, Shapes]]:
     """Return the bytes and the shapes of each part of several samples, in the order of paths.
 
     Tensors would take shared memory, which may be small in a container.
     """
-    columns = [[sample[path] for sample in samples] for path in sorted(samples[0])]
+    samples = [read_sample(dataset, index)[1] for index in indices]
+    for index, parts in zip(indices, samples, strict=True):
+        check_structure(parts, fields, index)
+    columns = [[sample[path] for sample in samples] for path in sorted(fields)]
     return [(b"".join(map(bytes_of, parts)), [part.shape for part in parts]) for parts in columns]
 
 
@@ -250,21 +209,34 @@ def _write(dataset: Any, files: CacheManifest, folder: Path, workers: int) -> di
     """Write the parts of all samples; return the shape of each part, None if samples differ."""
     size = sum(field.nbytes for field in files.fields.values())
     chunk = min(CHUNK, max(1, _CHUNK_BYTES // max(1, size)))
-    parts = _Parts(dataset, files.fields)
-    chunks = DataLoader(parts, chunk, num_workers=workers, collate_fn=_encode_chunk)
+    indices: Any = range(len(dataset))
+    encode, paths = partial(_encode_chunk, dataset, files.fields), files.paths(folder)
+    chunks = DataLoader(indices, chunk, num_workers=workers, collate_fn=encode)
     with ExitStack() as stack:
-        paths = files.paths(folder)
-        columns = [stack.enter_context(closing(ColumnWriter(file))) for file in paths.values()]
+        columns = [(stack.enter_context(file.open("wb")), array("q")) for file in paths.values()]
         try:
             for packed in progress(chunks, f"caching {type(dataset).__name__}", batch_size=chunk):
-                for column, part in zip(columns, packed, strict=True):
-                    column.add(*part)
+                for (file, sizes), (values, shapes) in zip(columns, packed, strict=True):
+                    file.write(values)
+                    sizes.extend(chain.from_iterable(shapes))
         except Exception as error:
             if not workers:
                 raise
             # The frames of the traceback would keep the workers alive.
             raise error.with_traceback(None) from error.__cause__
-        return {path: column.finish() for path, column in zip(paths, columns, strict=True)}
+    written = zip(paths.items(), columns, strict=True)
+    return {path: _common_shape(file, sizes, len(indices)) for (path, file), (_, sizes) in written}
+
+
+def _common_shape(path: Path, sizes: Sequence[int], length: int) -> list[int] | None:
+    """Return the shape of all samples; if they differ, write their offsets, and return None."""
+    shapes = torch.tensor(sizes, dtype=torch.int64).view(length, len(sizes) // length)
+    if (shapes == shapes[0]).all():
+        return shapes[0].tolist()
+    counts = shapes.prod(1)
+    first = counts.cumsum(0) - counts
+    _offsets_path(path).write_bytes(bytes_of(torch.column_stack([shapes, first])))
+    return None
 
 
 def _publish(unfinished: Path, files: CacheManifest, shapes: dict[str, Any]) -> None:

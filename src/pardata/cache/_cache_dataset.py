@@ -69,19 +69,18 @@ def cache_dataset(
     """
     world = require_world("cache_dataset")
     with fork_rng():
-        files: CacheManifest
-        first: Any
-        workers = 0
+        found: list[tuple[CacheManifest, Any, int]] = []
 
         def look() -> Facts:
-            nonlocal files, first, workers
             check_map_style(dataset, " to be cached")
             workers = num_decoders(num_workers, dataset, world)
             files, first = manifest_of(dataset, directory)
+            found.append((files, first, workers))
             return {"the class": class_name(dataset), "the length": files.source["length"]}
 
         cure = "Pass the same dataset on every rank."
         compare_facts(store_client(), "cache_dataset", look, cure)
+        files, first, workers = found[0]
         # Practically no timeout: a progress bar shows how far the build is.
         with rank_zero_first(local=True, timeout=3e7):
             if world.is_local_main:
@@ -106,8 +105,7 @@ class CachedDataset(BatchReadable):
         except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:  # gone, damaged
             raise RuntimeError(
                 f"the cache in {self.directory} must be of this dataset, but is of another or "
-                f"gone: give each dataset a directory of its own, pass the same dataset on every "
-                f"rank, and call cache_dataset again if files were removed or built anew"
+                f"gone: give each dataset a directory of its own, and call cache_dataset again"
             ) from error
         self._sample: Any = first
         self._sample = self[0]  # a copy, which does not keep the source's memory alive

@@ -5,7 +5,6 @@ Does not see a change of the source that shows in none of its 8 probed samples.
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -27,10 +26,7 @@ _log = get_logger(__name__)
 CHUNK = 64  # samples that a worker decodes at once
 _WORTH_WORKERS = 16 * CHUNK  # samples; with fewer, processes cost more than they bring
 _VERSION = 2
-_RANDOM = (
-    "the samples of %s differ at each reading, and the cache keeps one: move the random transform "
-    "to the `batch_transform` of make_loader"
-)
+_RANDOM = "the samples of %s differ at each reading: move random transforms to `batch_transform`"
 _LOOKED_AT = 8  # samples, spread evenly, whose contents are part of the signature
 _BANDS = ("L", "RGB", "RGBA", "CMYK", "YCbCr", "LA")  # image modes of 8 bits a band
 
@@ -44,7 +40,7 @@ def num_decoders(num_workers: Any, dataset: Any, world: World) -> int:
     """Return the number of processes that decode."""
     if num_workers != "auto":
         return resolve_num_workers(num_workers, dataset, world)
-    cores = cpus_per_rank(replace(world, local_size=1))  # the other ranks wait: theirs are free
+    cores = cpus_per_rank(1)  # the other ranks wait: theirs are free
     return cores if cores > 1 and len(dataset) >= _WORTH_WORKERS else 0
 
 
@@ -113,12 +109,11 @@ def to_tensors(sample: Any) -> dict[str, Tensor]:
     Raises:
         TypeError: a part, which the error names, cannot be stored, or the sample has no parts.
     """
-    named = {
-        keystr("sample", path): leaf for path, leaf in leaves_with_path(sample, is_leaf=is_numbers)
-    }
-    if not named:
+    leaves = leaves_with_path(sample, is_leaf=is_numbers)
+    if not leaves:
         raise TypeError(f"`sample` must have at least one part, but is {sample!r}")
-    return {name: _as_tensor(leaf, name) for name, leaf in named.items()}
+    named = ((keystr("sample", path), leaf) for path, leaf in leaves)
+    return {name: _as_tensor(leaf, name) for name, leaf in named}
 
 
 def check_structure(parts: Mapping[str, Tensor], fields: Fields, number: int) -> None:

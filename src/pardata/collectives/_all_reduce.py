@@ -64,7 +64,7 @@ def all_reduce_mean(value: Any, weight: float | Tensor = 1) -> Any:
         total, sums = _reduce(checked, number)
     if total == 0:
         raise ValueError(
-            "`weight` must be positive on at least one rank, but is 0 on all: nothing was counted"
+            "`weight` must be positive on a rank, but is 0 on all: nothing was counted"
         )
     return checked.rebuilt(value, map(cast_like, checked.leaves, [part / total for part in sums]))
 

@@ -75,8 +75,7 @@ def rank_zero_first(*, local: bool = False, timeout: timedelta | float = _HOURS)
     call = "rank_zero_first(local=True)" if local else "rank_zero_first"
     if local and group_state() is None and "LOCAL_WORLD_SIZE" not in os.environ:
         raise RuntimeError(
-            f"`{call}` must know which ranks are on one node, but this process group was made "
-            f"without `init`: call `pardata.init()` first, which adopts it"
+            f"`{call}` must know the ranks of a node: call `pardata.init()`, which adopts the group"
         )
     is_first = world.local_rank == 0 if local else world.rank == 0
     if is_first:

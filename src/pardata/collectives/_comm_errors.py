@@ -15,9 +15,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from pardata.environment._world import is_single_process, store_client
-from pardata.store._caller import call_site
 from pardata.store._client import SERVER, StoreClient, append, set_once
-from pardata.store._current_op import check_allowed, current_op
+from pardata.store._current_op import call_site, check_allowed, current_op
 from pardata.store._rank_errors import RemoteError, is_peer_failure, is_timeout, mark_secondary
 from pardata.store._round import missing_ranks_text
 
@@ -104,7 +103,6 @@ def _diagnosis(client: StoreClient, call: str) -> str:
     if missing := [rank for rank in range(client.size) if calls.get(rank) != call]:
         return missing_ranks_text(missing, client.size, "")
     return (
-        "they wait for different things in it: give the call the same arguments (`count`), and the "
-        "model the same mode and frozen parameters, on every rank; or one came too late, or the "
-        "network is down"
+        "they wait for different things in it: pass the same arguments (`count`), mode and frozen "
+        "parameters on every rank; or one came too late, or the network is down"
     )

@@ -66,8 +66,7 @@ class StopSignal:
         world = require_world("StopSignal.agreed")
         if not self._is_entered:
             raise RuntimeError(
-                "a StopSignal must be entered before `agreed` is called, because it listens only "
-                "within its block: write `with StopSignal() as stop:`"
+                "a StopSignal must be entered before `agreed`: write `with StopSignal() as stop:`"
             )
         if not self._agreed:
             self._agreed = self.requested if world.size == 1 else self._last_result()

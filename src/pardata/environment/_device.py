@@ -32,6 +32,12 @@ def visible_devices() -> list[torch.device]:
     return [torch.device(found.type, n) for n in range(torch.accelerator.device_count())]
 
 
+@cache
+def device_kinds() -> tuple[str, ...]:
+    """Return the types of the devices that torch sees: of the CPU and of its accelerators."""
+    return ("cpu", *{device.type for device in visible_devices()})
+
+
 def current_device(n: int) -> torch.device:
     """Return the current accelerator, or number `n` if the first one is current by default."""
     seen = visible_devices()
@@ -112,9 +118,8 @@ def undetected_gpus(root: Path = Path("/")) -> tuple[str, str] | None:
     text = f"torch sees none of the driver's {found} GPUs{f' ({seen[0].message})' if seen else ''}"
     mask = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
     cure = (
-        f"install a torch for CUDA (this one is {torch.__version__}), unset "
-        f"CUDA_VISIBLE_DEVICES (it is {mask!r}), start the container with --gpus=all, or see with "
-        f"nvidia-smi whether the driver is new enough"
+        f"install a torch for CUDA (this is {torch.__version__}), unset CUDA_VISIBLE_DEVICES "
+        f"({mask!r}), start the container with --gpus=all, or check the driver with nvidia-smi"
     )
     return text, cure
 
@@ -149,8 +154,7 @@ def check_supported(device: torch.device, backend: str | None) -> None:
     if not supports_device(backend, device.type):
         raise RuntimeError(
             f"`device` must be one from which ranks can send over {backend!r}, but is "
-            f"{str(device)!r}: leave out `backend`, pass 'cpu', or train in one process under "
-            f"strategy 'none'"
+            f"{str(device)!r}: leave out `backend`, pass 'cpu', or train in one process with 'none'"
         )
 
 

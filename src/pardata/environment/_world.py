@@ -173,9 +173,8 @@ def require_world(what: str) -> World:
     launch = detect_launch(os.environ)
     if launch.size > 1:
         raise RuntimeError(
-            f"`{what}` needs the process group: {launch.launcher} started {launch.size} "
-            f"processes, but `pardata.init()` was not called in this one: call it first, or set "
-            f"PARDATA_LAUNCHER=none to run as a single process"
+            f"`{what}` needs the process group: {launch.launcher} started {launch.size} processes, "
+            f"but `pardata.init()` was not called: call it first, or set PARDATA_LAUNCHER=none"
         )
     return found
 
@@ -254,16 +253,16 @@ def cpu_group_and_device(world: World) -> tuple[Any, torch.device]:
     return None, _CPU if _device.supports_device(world.backend, "cpu") else world.device
 
 
-def cpus_per_rank(world: World) -> int:
-    """Return the number of CPU cores that this rank may use, at least 1.
+def cpus_per_rank(local_size: int) -> int:
+    """Return the number of CPU cores that each of `local_size` ranks may use, at least 1.
 
     Ranks of a host that are bound to the same cores share them. All ranks share the quota of the
     container.
     """
     state, quota = group_state(), _device.cgroup_cpu_quota()
-    sharers = world.local_size if state is None else state.cpu_sharers
+    sharers = local_size if state is None else state.cpu_sharers
     cpus = len(_device.cpus_of_process()) // sharers
-    return max(1, cpus if quota is None else min(cpus, int(quota / world.local_size)))
+    return max(1, cpus if quota is None else min(cpus, int(quota / local_size)))
 
 
 def new_store_client(timeout: timedelta | None, prefix: str = "pardata") -> StoreClient:

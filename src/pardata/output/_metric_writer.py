@@ -43,8 +43,7 @@ class MetricWriter(AbstractContextManager["MetricWriter"]):
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, after: int | None = None) -> None:
-        if after is not None:
-            after = check_int("after", after)
+        last = math.inf if after is None else check_int("after", after)
         path = local_path("directory", directory)
         self._file: TextIO | None = None
         self._board: Any = None
@@ -53,10 +52,10 @@ class MetricWriter(AbstractContextManager["MetricWriter"]):
         path.mkdir(parents=True, exist_ok=True)
         file = path / "metrics.jsonl"
         if file.exists():
-            _truncate_after(file, math.inf if after is None else after)
+            _truncate_after(file, last)
         self._file = file.open("a", encoding="utf-8")
         finalize(self, self._file.close)  # otherwise Python warns of an unclosed file
-        self._board = _tensorboard(path, None if after is None else after + 1)
+        self._board = _tensorboard(path, None if after is None else int(after) + 1)
 
     def write(self, step: int, values: Mapping[str, float | Tensor]) -> None:
         """Write the `values` of one step. A NaN or infinity is written as text, as ``"nan"``.

@@ -162,10 +162,8 @@ def select_device(launch: LaunchInfo, wanted: torch.device | None) -> torch.devi
     if launch.local_rank >= visible:
         raise RuntimeError(
             f"the local rank must be less than the number of visible GPUs, {visible}, but is "
-            f"{launch.local_rank} of {launch.local_size} on {socket.gethostname()}: start "
-            f"{visible} process{'es' if visible > 1 else ''} per node (torchrun "
-            f"--nproc-per-node={visible}, srun --ntasks-per-node={visible}), or pass "
-            f'`init(device="cpu")`'
+            f"{launch.local_rank} on {socket.gethostname()}: pass torchrun "
+            f"--nproc-per-node={visible}, srun --ntasks-per-node={visible}, or `init(device='cpu')`"
         )
     return seen[launch.local_rank]
 
@@ -219,17 +217,14 @@ def _check_proposals(proposals: list[dict[str, Any]]) -> dict[str, Any]:
     if len({*hosts}) > 1 and any(one["address"].startswith("127.") for one in proposals):
         rows = format_rank_table([f"{one['host']} is {one['address']}" for one in proposals])
         raise RuntimeError(
-            f"the name of each host must have an address that the other hosts reach, but one is "
-            f"that of the host itself:\n{rows}\nSet GLOO_SOCKET_IFNAME to the name of the network "
-            f"interface (`ip -br addr` lists them), or correct /etc/hosts."
+            f"each host name must have an address that others reach, but one is local:\n{rows}\n"
+            f"Set GLOO_SOCKET_IFNAME to the interface (see `ip -br addr`), or correct /etc/hosts."
         )
     gpus = Counter((one["host"], one["gpu"]) for one in proposals if one["gpu"])
     for (host, _), ranks in gpus.items():
         if ranks > 1:
             raise RuntimeError(
-                f"every rank must have a GPU of its own, but {ranks} ranks on {host} share "
-                f"one: start one process per GPU, or pass "
-                f'`init(backend="gloo")`, which can share (slowly)'
+                f"{ranks} ranks on {host} share one GPU: start one per GPU, or init(backend='gloo')"
             )
     ways = [(one["backend"], torch.device(one["device"])) for one in proposals]
     return {

@@ -23,8 +23,8 @@ from pardata.collectives._comm_errors import first_failure, report_failure
 from pardata.environment._device import all_groups
 from pardata.environment._logger import get_logger
 from pardata.environment._world import GroupState, group_state, is_child, process
-from pardata.store._caller import raise_location
 from pardata.store._client import StoreClient
+from pardata.store._current_op import raise_location
 from pardata.store._rank_errors import RemoteError, is_secondary, summary_line
 from pardata.store._round import abort_rounds
 

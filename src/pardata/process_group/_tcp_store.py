@@ -60,8 +60,7 @@ def _connect(launch: LaunchInfo, timeout: timedelta) -> tuple[dist.Store, bool]:
         if "EADDRINUSE" not in str(error):
             raise  # the error names the address
         raise RuntimeError(
-            f"the port of `MASTER_PORT` must be free, but {launch.endpoint} is in use: another "
-            f"run is on this host; set MASTER_PORT to a free port"
+            f"the port of `MASTER_PORT` must be free, but {launch.endpoint} is in use: set another"
         ) from error
     return store, hosts
 
@@ -77,9 +76,7 @@ def _check_run(store: dist.Store, launch: LaunchInfo, timeout: timedelta) -> Non
         raise missing_ranks_error([0], launch.size, timeout)
     if theirs != ours:
         raise RuntimeError(
-            f"all ranks that meet at {launch.endpoint} must be of one run, "
-            f"but the store there is that of {theirs}, and this rank is of {ours}: end the other "
-            f"run, or give this one a port of its own by MASTER_PORT"
+            f"{launch.endpoint} is the store of {theirs}, not {ours}: set a free MASTER_PORT"
         )
 
 

@@ -25,9 +25,16 @@ from pardata.collectives._comm_errors import first_failure
 from pardata.environment._device import has_accelerator_backend
 from pardata.environment._logger import flush_output, get_logger
 from pardata.environment._world import GroupState
-from pardata.store._caller import Frame, frames_of, location, user_frame
 from pardata.store._client import SERVER, StoreClient, multi_get_or_none, set_once
-from pardata.store._current_op import LOADER, OpRecord, current_op
+from pardata.store._current_op import (
+    LOADER,
+    Frame,
+    OpRecord,
+    current_op,
+    frames_of,
+    location,
+    user_frame,
+)
 from pardata.store._rank_errors import format_rank_table, format_ranks, is_secondary
 
 _log = get_logger(__name__)

@@ -11,7 +11,7 @@ from typing import TypeAlias, TypeVar
 
 import torch.distributed as dist
 
-from pardata.store._caller import call_site
+from pardata.store._current_op import call_site
 from pardata.store._rank_errors import mark_secondary
 
 _T = TypeVar("_T")

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from pardata.store._caller import raise_location
+from pardata.store._current_op import raise_location
 
 _E = TypeVar("_E", bound=BaseException)
 

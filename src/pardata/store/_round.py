@@ -18,9 +18,8 @@ from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
-from pardata.store._caller import call_site
 from pardata.store._client import StoreClient, multi_get_or_none, set_once, wait_for
-from pardata.store._current_op import check_allowed, current_op, forbidding_calls
+from pardata.store._current_op import call_site, check_allowed, current_op, forbidding_calls
 from pardata.store._rank_errors import (
     RemoteError,
     format_rank_table,
@@ -74,8 +73,7 @@ def exchange(
         value = contribute()
         if (length := len(json.dumps(value))) > _MOST:
             raise ValueError(
-                f"what ranks compare in `{call}` must be at most {_MOST >> 20} MiB, but is "
-                f"{length / 2**20:.1f}: pass less, or what is the same on every rank"
+                f"`{call}` must compare at most {_MOST >> 20} MiB, but got {length / 2**20:.1f}"
             )
     except Exception as raised:  # noqa: BLE001  # raised again once the other ranks know
         value, error = None, raised
@@ -120,7 +118,9 @@ def compare_facts(client: StoreClient, call: str, facts_of: Callable[[], Facts],
     exchange(client, call, facts_of, lambda rows: raise_if_different(call, rows, cure))
 
 
-def raise_if_different(call: str, rows: list[dict[str, object]], cure: str) -> None:
+def raise_if_different(
+    call: str, rows: list[dict[str, object]], cure: str, must: str = "pass the same to"
+) -> None:
     """Raise a `RuntimeError` with a table of the differing facts, if ranks differ."""
     columns = dict.fromkeys(name for facts in rows for name in facts)
     rows = [{name: facts.get(name, "(nothing)") for name in columns} for facts in rows]
@@ -130,8 +130,8 @@ def raise_if_different(call: str, rows: list[dict[str, object]], cure: str) -> N
         lines = [", ".join(f"{name}={facts[name]!r}" for name in first) for facts in rows]
         what = ", ".join(f"`{name}`" for name in first) + (f" and {more} more" if more > 0 else "")
         what += " differs" if len(names) == 1 else " differ"
-        must = f"every rank must pass the same to `{call}`, but {what}"
-        raise RuntimeError(f"{must}:\n{format_rank_table(lines)}\n{cure}")
+        text = f"every rank must {must} `{call}`, but {what}"
+        raise RuntimeError(f"{text}:\n{format_rank_table(lines)}\n{cure}")
 
 
 @contextmanager
@@ -142,10 +142,7 @@ def lead(client: StoreClient, call: str) -> Iterator[None]:
     """
     check_allowed(call)
     current_op.leads = section = call.partition("(")[0]
-    why = (
-        f"must be reached by every rank, but the others wait until this rank has done its "
-        f"`{section}`: make the call after it, or before"
-    )
+    why = f"must be reached by every rank, but the others wait for `{section}`: call it after that"
     try:
         with forbidding_calls(why):
             yield

@@ -147,8 +147,7 @@ def assert_same_at_every_world_size(
                 torch.testing.assert_close(*both, rtol=rtol, atol=atol, equal_nan=True)
             except AssertionError as error:
                 raise AssertionError(
-                    f"training must be the same at every world size, but {rank} differs from "
-                    f"{first} after step {step}: {error}"
+                    f"steps must agree, but {rank} differs from {first} after step {step}: {error}"
                 ) from None
 
 

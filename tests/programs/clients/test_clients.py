@@ -20,7 +20,7 @@ from launched import launched, torchrun_variables
 from PIL import Image
 
 from pardata import make_loader
-from pardata.rng._seeds import loaders
+from pardata.rng._seeds import loader_counts
 
 HERE = Path(__file__).parent
 
@@ -107,7 +107,7 @@ def written(script, directory):
 def as_script(file, args, directory, dtype):
     """Run a script as ``python`` would, with warnings as errors, and return what it printed."""
     os.chdir(directory)
-    loaders.clear()  # a script begins in a process of its own
+    loader_counts.clear()  # a script begins in a process of its own
     torch.set_default_dtype(dtype)
     warnings.simplefilter("error")
     sys.argv = [file, *map(str, args)]
@@ -118,8 +118,8 @@ def as_script(file, args, directory, dtype):
 
 
 def no_variables(*_facts):
-    """What a process has that nobody launched."""
-    return {}
+    """What a process has that nobody launched: multiprocessing has started it here."""
+    return {"PARDATA_LAUNCHER": "none"}
 
 
 def printed(script, args, directory, *, size=None, dtype=torch.float32):

@@ -327,6 +327,27 @@ def test_weights_that_differ_give_nan_and_nothing_waits(strategy, over_nccl):
         assert found == [False, differs, False, differs]  # compared in steps 1, 2 and 4
 
 
+def drifted_in_a_bare_loop(device):
+    """Return the errors of two ``loss.backward()``, between which rank 1 takes a larger step."""
+    with init(device=device) as here:
+        seed_everything(0)
+        model = wrap_model(nn.Linear(4, 2), "ddp")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + here.rank))
+        found = []
+        for _ in range(2):
+            loss = model(torch.ones(2, 4, device=here.device)).square().mean()
+            found.append(str(caught(loss.backward)))
+            optimizer.step()
+        return found
+
+
+@pytest.mark.usefixtures("needs_two")
+def test_weights_that_differ_are_an_error_of_a_bare_loop(hardware):
+    for first, second in launched(drifted_in_a_bare_loop, hardware, size=2):
+        assert first == "None"
+        assert "have the same in `loss.backward`, but `weight`, `bias` differ" in second
+
+
 def launches_of_steps(device):
     """Return how many kernels and copies a step by hand with DDP launches, and one of backward."""
     with init(device=device) as here:

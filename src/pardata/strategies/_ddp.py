@@ -85,7 +85,8 @@ class TransparentDDP(TransparentWrapper, DistributedDataParallel):
         sums = torch.tensor(fingerprint_slots(state.text(), size), device=device)
         with explain_comm_errors("loss.backward"):
             dist.all_reduce(sums, group=self.process_group)
-        if not fingerprints_match(sums.tolist()):
+            differs = state.differs_on_device(self.process_group)
+        if not fingerprints_match(sums.tolist()) or (differs is not None and bool(differs)):
             state.raise_difference("loss.backward")
 
     def _has_unequal_buffers(self) -> bool:

@@ -14,6 +14,7 @@ from pardata.rng._rng_state import (
     fork_torch_rng,
     get_rng_state,
     seed_generators,
+    serialize_rng_state,
     set_rng_state,
 )
 
@@ -110,7 +111,7 @@ def test_what_was_written_puts_every_generator_back():
         return [torch.as_tensor(one()).tolist() for one in DRAWS.values()]
 
     draw()
-    written = get_rng_state(CPU)
+    written = serialize_rng_state(get_rng_state(CPU))
     expected = draw()
     seed_generators(2)
     set_rng_state(written, CPU, only_seed=False)
@@ -119,7 +120,7 @@ def test_what_was_written_puts_every_generator_back():
 
 def written(**changes):
     """Return what is written, but for some changes."""
-    saved = json.loads(zlib.decompress(get_rng_state(CPU)))
+    saved = json.loads(zlib.decompress(serialize_rng_state(get_rng_state(CPU))))
     return zlib.compress(json.dumps(saved | changes).encode())
 
 

@@ -24,7 +24,7 @@ from pardata.data._loader import Loader
 from pardata.environment._device import new_gloo_group
 from pardata.environment._logger import flush_output, get_logger
 from pardata.environment._world import World, require_world, store_client
-from pardata.rng._rng_state import get_rng_state
+from pardata.rng._rng_state import get_rng_state, serialize_rng_state
 from pardata.store._round import compare_facts, exchange, raise_if_different, require_equal
 
 _log = get_logger(__name__)
@@ -141,7 +141,7 @@ class Checkpointer(FixedArguments, AbstractContextManager["Checkpointer"]):
 
         require_equal(store_client(), "Checkpointer.save", describe, _raise_of_what_differs)
         with explain_comm_errors("Checkpointer.save"):  # a round would send the states to all ranks
-            states = get_rng_state(world.device), _state_at_start(objects)
+            states = serialize_rng_state(get_rng_state(world.device)), _state_at_start(objects)
             generators = gather_to_rank_zero(world, states)
         contents = {"objects": snapshot.trees, "sharded": list(snapshot.parts)}
         contents |= {"generators": generators, "parameters": snapshot.parameters}
@@ -249,7 +249,8 @@ class Checkpointer(FixedArguments, AbstractContextManager["Checkpointer"]):
 def _state_at_start(objects: Mapping[str, Any]) -> bytes | None:
     """Return the generators' states at the start of the body in which a loader is, if one is."""
     loaders = (one for one in objects.values() if isinstance(one, Loader))
-    return next(filter(None, (loader.cursor.state_at_start for loader in loaders)), None)
+    found = filter(None, (loader.cursor.state_at_start for loader in loaders))
+    return next(map(serialize_rng_state, found), None)
 
 
 def _raise_of_what_differs(all_facts: list[dict[str, Any]]) -> None:

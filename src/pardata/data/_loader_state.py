@@ -64,7 +64,7 @@ class EpochCursor:
         self.now = self.next = self.next_unfinished = Position(0)
         self._newest = Pass()
         self._pin: Position | None = None  # in a body of `epochs`: the position where it began
-        self._start_state: bytes | None = None  # the generators' states at its start
+        self._start_state: dict[str, Any] | None = None  # the generators' states at its start
         # Their states to restore at the start of the next body, and at its first batch.
         self.generators: tuple[Any, Any] | None = None
         self._looks = 0  # in that body: passes that were left after their first batch
@@ -91,7 +91,7 @@ class EpochCursor:
         return self.now if self.now.epoch >= self.next_unfinished.epoch else self.next_unfinished
 
     @property
-    def state_at_start(self) -> bytes | None:
+    def state_at_start(self) -> dict[str, Any] | None:
         """The generators' states at the start of the body in which `state` resumes."""
         pinned = self._pin is not None and self.state.epoch == self._pin.epoch
         return self._start_state if pinned else None

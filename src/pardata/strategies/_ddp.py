@@ -63,12 +63,8 @@ class TransparentDDP(TransparentWrapper, DistributedDataParallel):
             # In the backward, because a single rank may run a forward, but not a backward.
             if self._has_unequal_buffers():
                 _after_backward(() if compiles else iter_tensors(output), self._broadcast_buffers)
-            is_early = (
-                not compiles
-                and ReplicaState.of(self).step < CHECK_EVERY
-                and self.process_group.size() > 1
-            )
-            if is_early:
+            is_early = not compiles and ReplicaState.of(self).step < CHECK_EVERY
+            if is_early and self.process_group.size() > 1:
                 # After the final callback of PyTorch's reducer, which is queued by then.
                 later = partial(at_end_of_backward, self._compare_replicas)
                 _after_backward(iter_tensors(output), later, otherwise=False)

@@ -78,7 +78,7 @@ def test_mpich_starts_ranks_on_two_hosts(mpich_on_two):
 
 
 def test_two_hosts_and_no_address_is_an_error_that_says_which_variable(mpich_on_two):
-    with pytest.raises(AssertionError, match="`MASTER_ADDR` must be set when MPI spans") as failed:
+    with pytest.raises(AssertionError, match="must be set when MPICH spans") as failed:
         run(*mpich_on_two)
     assert "add `-genv MASTER_ADDR <host of rank 0>` to the command" in str(failed.value)
 

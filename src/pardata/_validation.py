@@ -109,7 +109,8 @@ class FixedArguments:
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in self._arguments:
+            kind = type(self).__name__.lower()
             raise AttributeError(
-                f"`{name}` of {type(self).__name__} must not change to {value!r:.60}: make another"
+                f"`{name}` of a {kind} must not change to {value!r:.60}: make another {kind}"
             )
         super().__setattr__(name, value)

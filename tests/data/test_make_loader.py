@@ -4,6 +4,7 @@ import gc
 import json
 import multiprocessing
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -172,7 +173,7 @@ def test_worker_init_fn_runs_in_each_worker_and_reaches_the_data_set():
 
 
 def inside(loader):
-    return loader._source.workers
+    return SimpleNamespace(**loader._source._options)
 
 
 def test_arguments_are_handed_on():

@@ -52,8 +52,8 @@ def test_auto_is_the_cores_less_one_and_none_for_whole_batches(
 
 
 def _auto_workers():
-    workers = make_loader(range(4), 2)._source.workers
-    return 0 if workers is None else workers.num_workers, cpus_per_rank(world().local_size)
+    options = make_loader(range(4), 2)._source._options
+    return options["num_workers"], cpus_per_rank(world().local_size)
 
 
 def test_ranks_of_one_node_share_its_cores():
@@ -171,8 +171,7 @@ def test_a_signal_to_all_processes_stops_a_run_that_has_workers(starts, name, pe
     assert Checkpointer(tmp_path / "run").steps()[-1] == step
 
 
-# A worker of a fork server is ended by a signal before it has begun, which is an error.
-@pytest.mark.parametrize("starts", ["fork", pytest.param("spawn", marks=SOAK)])
+@pytest.mark.parametrize("starts", ["fork", "forkserver", pytest.param("spawn", marks=SOAK)])
 def test_so_does_one_while_workers_start(starts, tmp_path):
     with started(tmp_path, STOPPING, starts, 1, tmp_path / "run", "begins") as (job, printed):
         assert job.wait(100) == 0, printed()
@@ -200,11 +199,21 @@ def test_a_worker_that_hangs_ends_when_its_rank_is_killed(starts, tmp_path):
         wait_for(lambda: not any(map(lives, own)), 60)
 
 
-@pytest.mark.parametrize("starts", ["fork", *(pytest.param(s, marks=SOAK) for s in STARTS[1:])])
-def test_a_hung_worker_ends_silently_with_its_rank(starts, tmp_path):
-    with started(tmp_path, HANGING, starts, "ends") as (job, printed):
-        assert job.wait(60) == 0
-    assert printed() == "hangs\n"
+HUNG = [
+    pytest.param(*case, marks=() if case in (("fork", "breaks"), ("spawn", "raises")) else SOAK)
+    for case in itertools.product(STARTS, ("ends", "raises", "breaks", "breaks in a thread"))
+]
+
+
+@pytest.mark.parametrize(("starts", "how"), HUNG)
+def test_a_hung_worker_ends_silently_with_its_loop(starts, how, tmp_path):
+    with started(tmp_path, HANGING, starts, how) as (job, printed):
+        assert job.wait(60) == (how == "raises"), printed()
+    first, *others = printed().splitlines()
+    assert first == "hangs"
+    last = {"ends": None, "raises": "RuntimeError: the end"}.get(how, "0 workers")
+    assert others[-1:] == [last] * (last is not None)
+    assert len(others) < 2 or others[0].startswith("Traceback")
 
 
 @pytest.mark.parametrize(

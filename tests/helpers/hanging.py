@@ -1,11 +1,13 @@
 """A process whose workers hang: STARTS HOW.
 
-HOW is "ends" if the process then ends, with workers that no handler of Python's could end; or
-"waits" if it waits to be killed.
+In HOW "waits" they hang in Python, and the process waits to be killed. In the others they hang in C
+code, where no handler of Python runs: the process "ends", "raises", or "breaks" out of its loop.
 """
 
+import multiprocessing
 import re
 import sys
+import threading
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -52,9 +54,21 @@ def main(starts, how):
         wait_for(folder / "hangs0")
         wait_for(folder / "hangs1")
     print("hangs", flush=True)
-    time.sleep(0 if how == "ends" else 1000)
-    return steps
+    if how == "raises":
+        raise RuntimeError("the end")
+    if how == "waits":
+        time.sleep(1000)
+    if how == "ends":
+        return steps
+    del steps
+    print(len(multiprocessing.active_children()), "workers")
+    return None
 
 
 if __name__ == "__main__":
-    kept = main(*sys.argv[1:])
+    if "thread" in sys.argv[2]:
+        thread = threading.Thread(target=main, args=sys.argv[1:])
+        thread.start()
+        thread.join()
+    else:
+        kept = main(*sys.argv[1:])

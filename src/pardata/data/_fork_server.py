@@ -6,9 +6,12 @@ from multiprocessing import util
 
 _BLOCKED = signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
+unblocks = True  # False in a loader's worker, which unblocks them once it has its handlers
+
 
 def _unblock(_: object) -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED)
+    if unblocks:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED)
 
 
 util.register_after_fork(sys.modules[__name__], _unblock)

@@ -168,7 +168,7 @@ class LockstepSource(StepSource):
         stream: IterableFetcher = self.reader
         state = start.state if stream.keeps_place else None
         if state is not None:
-            self.renew_workers()
+            self._workers = None  # new ones get the state
         stream.seek(start.epoch, start.delivered, state)
         fetched = self._start_epoch(start.epoch, lambda: iter(stream))
         # A stateful dataset resumes at `start`; any other is read again from the first sample.

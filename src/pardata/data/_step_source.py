@@ -3,16 +3,20 @@
 Workers ignore the signals that stop a run, and end with their rank.
 """
 
+import atexit
 import multiprocessing
 import os
 import signal
 import sys
-import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import resource_tracker, util
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
+from threading import Thread, current_thread, main_thread
 from typing import Any, TypedDict
 
 import torch
@@ -30,6 +34,7 @@ from pardata.rng._seeds import mix
 from pardata.store._rank_errors import RemoteError
 
 _LONGEST_SOCKET = 107  # characters of `sun_path` in Linux's unix(7), without the final zero
+_PATIENCE = 2.0  # seconds
 _LAST = -200  # the priority after finalizers of queues and of the temporary folder
 
 
@@ -106,28 +111,13 @@ class StepSource:
     Attributes:
         requests: the sampler of requests, None for an iterable dataset.
         digest: a hash of the epoch's order, if a user's sampler or an iterable dataset decides it.
-        workers: the ``DataLoader`` that reads in workers or pins; None without both.
     """
 
     def __init__(self, reader: Any, requests: Any, ranks: World, options: dict[str, Any]) -> None:
         self.reader, self.requests = reader, requests
         self._ranks, self._options = ranks, options
         self.digest: str | None = None
-        self.workers: DataLoader[Any] | None = None
-        self.renew_workers()
-
-    def renew_workers(self) -> None:
-        """Let the next epoch start new workers, if there are any."""
-        if self._options["num_workers"] or self._options["pin_memory"]:
-            # Without workers and pinning, a DataLoader would only add 90 µs to each batch.
-            self.workers = DataLoader(
-                self.reader,
-                batch_size=None,  # a fetched step is a batch already
-                sampler=self.requests,
-                collate_fn=_identity,
-                generator=torch.Generator(),
-                **self._options,
-            )
+        self._workers: WorkerSteps | None = None  # those of the epoch before, if they stay
 
     def steps(self, start: Position) -> Iterator[Any]:
         """Yield the steps after the position `start`. Collective with a user's sampler."""
@@ -143,40 +133,96 @@ class StepSource:
 
     def _start_epoch(self, epoch: int, read: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Return the steps of this epoch: from workers, which start at once, else from `read`."""
-        if self.workers is None:
-            return read()
-        check_files(self.workers, self.reader.dataset, self.reader.collation.collate_fn)
-        # DataLoader draws the base seed of its workers from this generator, not from the default
-        # one.
-        self.workers.generator.manual_seed(mix(self.reader.collation.seed, epoch, self._ranks.rank))
-        with cpu_default_device():  # DataLoader draws its base seed on the default device
-            return map(_or_raise, start_workers(self.workers, self._options.get("worker_init_fn")))
+        if not (self._options["num_workers"] or self._options["pin_memory"]):
+            return read()  # a DataLoader would only add 90 µs to each batch
+        steps = self._workers or WorkerSteps(self._data_loader())
+        self._workers = steps if self._options["persistent_workers"] else None
+        seed = mix(self.reader.collation.seed, epoch, self._ranks.rank)
+        steps.begin(seed, self._options.get("worker_init_fn"))
+        return steps
 
-
-def _or_raise(fetched: Any) -> Any:
-    """Return a step that a worker fetched, or raise the error that it returned."""
-    if isinstance(fetched, RemoteError):
-        raise fetched.to_exception()
-    return fetched
+    def _data_loader(self) -> DataLoader[Any]:
+        loader = DataLoader[Any](
+            self.reader,
+            batch_size=None,  # a fetched step is a batch already
+            sampler=self.requests,
+            collate_fn=_identity,
+            generator=torch.Generator(),
+            **self._options,
+        )
+        check_files(loader, self.reader.dataset, self.reader.collation.collate_fn)
+        return loader
 
 
 def _identity(fetched: Any) -> Any:
     return fetched
 
 
-def _end_workers(processes: set[BaseProcess], pipe: tuple[Connection, Connection]) -> None:
-    """End workers, which ignore SIGTERM, when their iterator is freed or their rank exits.
+class WorkerSteps(Iterator[Any]):
+    """The steps that the workers of a ``DataLoader`` read. The workers end when it is freed."""
 
-    At exit, multiprocessing would send SIGTERM and wait. If an error holds the iterator in a cycle,
-    the garbage collector closes its queues before the iterator can end the workers.
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._held: list[Any] = [loader]  # with its iterator; `_end_workers` frees both
+
+    def begin(self, seed: int, init_fn: Callable[[int], None] | None) -> None:
+        """Begin an epoch, in which the workers get base seeds of `seed`; start them if need be."""
+        others, pid, loader = {*multiprocessing.active_children()}, os.getpid(), self._held[0]
+        # DataLoader draws the base seed of its workers from this generator, not from the default
+        # one, and on the default device.
+        loader.generator.manual_seed(seed)
+        try:
+            with cpu_default_device():
+                self._held[1:] = [start_workers(loader, init_fn)]
+        finally:
+            if workers := {*multiprocessing.active_children()} - others:
+                # Called before torch and multiprocessing, which would wait for the workers.
+                at_exit = atexit.register(partial(_kill_at_exit, pid, workers))
+                weakref.finalize(self, _end_workers, pid, self._held, workers, at_exit)
+
+    def __next__(self) -> Any:
+        fetched = next(self._held[1])
+        if isinstance(fetched, RemoteError):  # of a worker
+            raise fetched.to_exception()
+        return fetched
+
+
+def _end_workers(
+    pid: int, held: list[Any], workers: set[BaseProcess], at_exit: Callable[[], None]
+) -> None:
+    """Free a ``DataLoader``, and kill those of its workers that do not end in `_PATIENCE`.
+
+    ``DataLoader`` and multiprocessing would send SIGTERM, which workers ignore, and wait.
     """
-    if util.is_exiting():
-        # DataLoader's handler raises if a worker dies.
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for process in processes:
+    handler, is_main = signal.getsignal(signal.SIGCHLD), current_thread() is main_thread()
+    if pid != os.getpid() or (callable(handler) and not is_main):
+        return  # in a forked child, or a thread, which cannot replace the handler
+    atexit.unregister(at_exit)
+    if workers.isdisjoint(multiprocessing.active_children()):
+        return
+    if callable(handler):
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's raises if a worker is killed
+    try:
+        killer = Thread(target=_kill_late, args=[workers])
+        killer.start()
+        held.clear()  # DataLoader asks the workers to end, and waits up to 5 s for each
+        killer.join()
+    finally:
+        if callable(handler):
+            signal.signal(signal.SIGCHLD, handler)
+
+
+def _kill_late(workers: set[BaseProcess]) -> None:
+    deadline = time.monotonic() + _PATIENCE
+    for process in workers:
+        wait([process.sentinel], max(0.0, deadline - time.monotonic()))
+        process.kill()
+
+
+def _kill_at_exit(pid: int, workers: set[BaseProcess]) -> None:
+    if pid == os.getpid():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's raises if a worker is killed
+        for process in workers:
             process.kill()
-    else:
-        pipe[1].send_bytes(b"end")  # no worker reads it, so all wake up
 
 
 def start_workers(loader: DataLoader[Any], init_fn: Callable[[int], None] | None) -> Iterator[Any]:
@@ -189,24 +235,19 @@ def start_workers(loader: DataLoader[Any], init_fn: Callable[[int], None] | None
     if not loader.num_workers:
         return iter(loader)
     numbers = [int(n) for n in signal.Signals if is_stop_signal(n)]
-    pipe = multiprocessing.Pipe(duplex=False)
-    loader.worker_init_fn = partial(worker_init, init_fn, numbers, pipe[0])
+    loader.worker_init_fn = WorkerInit(init_fn, numbers)
     method = start_method(loader)
     if method == "forkserver":
-        # The server inherits the blocked signals; `_fork_server` unblocks them in its children.
+        # The server inherits the blocked signals; `_fork_server` unblocks them in other children.
         multiprocessing.set_forkserver_preload(["__main__", "pardata.data._fork_server"])
-    others, steps = {*multiprocessing.active_children()}, None
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # until the worker has its handlers
     try:
         if method != "fork":
             resource_tracker.ensure_running()  # up to Python 3.13 it unblocks SIGTERM
             signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-        steps = iter(loader)
-        return steps
+        return iter(loader)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if new := {*multiprocessing.active_children()} - others:
-            util.Finalize(steps, _end_workers, [new, pipe], exitpriority=0)
 
 
 def start_method(loader: DataLoader[Any]) -> str:
@@ -225,33 +266,42 @@ def _exit_worker() -> None:
         os._exit(0)
 
 
-def worker_init(
-    init_fn: Callable[[int], None] | None, numbers: list[int], reader: Connection, worker: int
-) -> None:
-    """Initialise a worker: ignore the signals `numbers`, exit with the rank, call `init_fn`.
-
-    The worker also exits when `reader` becomes readable.
+@dataclass
+class WorkerInit:
+    """Initialises a worker: ignores the signals `numbers`, exits with the rank, calls `init_fn`.
 
     ``get_worker_info().dataset`` becomes the user's dataset in place of the fetcher.
     """
-    for number in numbers:
-        # Programs that a worker starts would inherit SIG_IGN.
-        signal.signal(number, lambda *_: None)
-        signal.siginterrupt(number, False)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
-    util.Finalize(None, _exit_worker, exitpriority=_LAST)
-    threading.Thread(target=_exit_if_asked, args=[reader], daemon=True).start()
-    info: Any = get_worker_info()
-    object.__setattr__(info, "dataset", info.dataset.dataset)  # it forbids setattr
-    if init_fn is not None:
-        try:
-            init_fn(worker)
-        except StopIteration as error:  # DataLoader would take it for the end of the data
-            text = f"`worker_init_fn` failed in worker {worker}: StopIteration: {error}"
-            raise RuntimeError(text) from error
+
+    init_fn: Callable[[int], None] | None
+    numbers: list[int]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A worker of a fork server unpickles this before `_fork_server` would unblock its signals.
+        from pardata.data import _fork_server  # noqa: PLC0415  # it changes processes
+
+        _fork_server.unblocks = False
+        vars(self).update(state)
+
+    def __call__(self, worker: int) -> None:
+        for number in self.numbers:
+            # Programs that a worker starts would inherit SIG_IGN.
+            signal.signal(number, lambda *_: None)
+            signal.siginterrupt(number, False)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
+        util.Finalize(None, _exit_worker, exitpriority=_LAST)
+        Thread(target=_exit_with_rank, daemon=True).start()
+        info: Any = get_worker_info()
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # it forbids setattr
+        if self.init_fn is not None:
+            try:
+                self.init_fn(worker)
+            except StopIteration as error:  # DataLoader would take it for the end of the data
+                text = f"`worker_init_fn` failed in worker {worker}: StopIteration: {error}"
+                raise RuntimeError(text) from error
 
 
-def _exit_if_asked(reader: Connection) -> None:
+def _exit_with_rank() -> None:
     rank: Any = multiprocessing.parent_process()
-    wait([rank.sentinel, reader])
+    wait([rank.sentinel])
     os._exit(0)

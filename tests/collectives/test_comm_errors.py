@@ -109,6 +109,33 @@ def test_a_rank_that_takes_the_store_with_it_is_told_so(tmp_path):
     )
 
 
+def lose_rank_1(directory, strategy):
+    here = pardata.init(timeout=LONG)
+    model = wrap_model(nn.Linear(512, 512), strategy)
+    (batch,) = make_loader(TensorDataset(torch.ones(6, 512)), 6, microbatch_size=1, num_workers=0)
+    backward(model, lambda model, x: model(x[0]).mean(), batch)
+
+    def loss_fn(model, x):
+        if here.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return model(x[0]).mean()
+
+    raised = caught(backward, model, loss_fn, batch)
+    (Path(directory) / f"outcome{here.rank}").write_text(f"{raised.type} {raised.text}")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "exact"])
+def test_ranks_raise_when_one_is_killed_and_wait_for_no_timeout(strategy, tmp_path):
+    with pytest.raises(RuntimeError, match="exit code -9"):
+        launched(lose_rank_1, str(tmp_path), strategy, size=3)
+    for rank in (0, 2):
+        text = (tmp_path / f"outcome{rank}").read_text()
+        assert text.startswith("RuntimeError `backward"), text
+        # On a busy machine the other rank may report later.
+        assert re.search(r"every rank, but (rank 1|ranks 0, 1|ranks 1, 2) of 3 did not come", text)
+        assert ", and lost a connection after " in text
+
+
 def reduce_on_the_last_rank(here):
     model = wrap_model(nn.Linear(2, 1), "ddp")
 

@@ -1,11 +1,13 @@
 """Meeting the other ranks: devices, addresses, who is missing, and coming back."""
 
+import gc
 import logging
 import os
 import re
 import socket
 import time
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -17,7 +19,7 @@ from logged import kept
 from on_ranks import caught, run
 from pretended import accelerators
 
-from pardata import all_reduce_sum, barrier, init, rank_zero_call, world
+from pardata import all_reduce_mean, all_reduce_sum, barrier, init, rank_zero_call, world
 from pardata.environment._launchers import LaunchInfo
 from pardata.environment._world import group_state, new_store_client
 from pardata.process_group import _tcp_store as tcp_store
@@ -251,6 +253,35 @@ def adopt_after_an_attempt_that_failed():
 def test_an_adopted_group_ignores_the_attempt_before_a_restart():
     found = run(adopt_after_an_attempt_that_failed, world_size=2, fresh=True)
     assert found == [("existing", 2, "7")] * 2
+
+
+def sockets():
+    """Return the number of open sockets of this process."""
+    links = (file for file in Path("/proc/self/fd").iterdir() if file.is_symlink())
+    return sum(str(link.readlink()).startswith("socket") for link in links)
+
+
+def destroy_an_adopted_group():
+    gc.disable()
+    found = [sockets()]
+    for joins in (True, False):
+        dist.init_process_group("gloo")
+        if joins:
+            init()
+        all_reduce_mean(1.0)
+        found.append(sockets())
+        dist.destroy_process_group()
+        found.append(sockets())
+    return found, world().launcher
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts sockets in /proc")
+def test_an_adopted_group_that_its_owner_destroys_closes_its_connections():
+    for (before, first, after, second, last), launcher in launched(
+        destroy_an_adopted_group, size=2
+    ):
+        assert (after, last, launcher) == (before, before, "single")
+        assert min(first, second) > before
 
 
 # --- nobody is on the way alone

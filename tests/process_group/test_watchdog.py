@@ -14,6 +14,7 @@ import torch.distributed as dist
 from launched import launched, slurm_variables
 
 import pardata
+from pardata.environment._world import store_client
 from pardata.process_group._watchdog import RankStatus, Watchdog, status_table
 from pardata.store import _client
 from pardata.store._current_op import current_op
@@ -43,11 +44,13 @@ def stop_rank_0(folder):
     here = pardata.init(hang_after=1)
     pids = pardata.all_gather(os.getpid())
     if here.rank == 0:
+        store_client().store.wait(["watched"])
         os.kill(os.getpid(), signal.SIGSTOP)
     else:
         log = logging.getLogger("pardata.process_group")
         log.addHandler(Keeping(f"{folder}/told", pids[0]))
         _client._MARGIN = 3.0  # in which a store that is stopped may still answer
+        store_client().store.set("watched", "")
     pardata.barrier()
 
 

@@ -21,8 +21,9 @@ from pardata.store._rank_errors import RemoteError, is_peer_failure, is_timeout,
 from pardata.store._round import missing_ranks_text
 
 _FAILURE = "failure"
-# After a timeout ranks fail at different moments, as they entered the collective.
-_PATIENCE = timedelta(seconds=2)
+# Seconds without a report of another rank. After a timeout ranks fail at different moments, as they
+# entered the collective. A lost connection closes others, one after the other.
+_PATIENCE, _PATIENCE_IF_LOST = 2.0, 0.3
 
 
 def report_failure(client: StoreClient, error: RemoteError) -> RemoteError:
@@ -31,18 +32,29 @@ def report_failure(client: StoreClient, error: RemoteError) -> RemoteError:
     return RemoteError(**json.loads(client.request(lambda store: set_once(store, _FAILURE, text))))
 
 
-def first_failure(client: StoreClient, patience: timedelta) -> RemoteError | None:
-    """Return the failure of the run, or None if none is stored within `patience`."""
+def first_failure(
+    client: StoreClient, patience: float
+) -> tuple[RemoteError | None, dict[int, str]]:
+    """Return the failure of the run, None if there is none, and the calls that ranks reported.
 
-    def read(store: dist.Store) -> RemoteError | None:
-        deadline = time.monotonic() + patience.total_seconds()
-        while not store.check([_FAILURE]):  # torch logs a `wait` that times out
-            if time.monotonic() >= deadline:
-                return None
-            time.sleep(0.1)
-        return RemoteError(**json.loads(store.get(_FAILURE)))
+    It waits until a failure is stored, all ranks have reported, or none has for `patience` seconds.
+    """
 
-    return client.request(read, patience)
+    def read(store: dist.Store) -> tuple[RemoteError | None, dict[int, str]]:
+        deadline, calls = time.monotonic() + patience, dict[int, str]()
+        append(store, "reports", "")  # `get` would wait for it
+        while True:  # torch logs a `wait` that times out
+            if store.check([_FAILURE]):
+                return RemoteError(**json.loads(store.get(_FAILURE))), calls
+            before, lines = len(calls), store.get("reports").split(b"\n")
+            calls = dict(json.loads(line) for line in lines if line)
+            if len(calls) > before:
+                deadline = time.monotonic() + patience
+            if time.monotonic() >= deadline or len(calls) == client.size:
+                return None, calls
+            time.sleep(0.02)
+
+    return client.request(read, timedelta(seconds=patience * client.size))
 
 
 class explain_comm_errors:  # noqa: N801  # a context manager, as `suppress`
@@ -70,8 +82,13 @@ class explain_comm_errors:  # noqa: N801  # a context manager, as `suppress`
         better = None
         with suppress(Exception):  # the first error is raised whatever happens here
             better = self._explained(error)
-        if better is not None:
-            raise better from error
+        try:
+            if better is not None:
+                raise better from error
+        finally:
+            # A frame in a cycle with an error would hold the group's connections, whose end is the
+            # only news that other ranks get, until a garbage collection.
+            better = error = None
 
     def _explained(self, error: BaseException) -> Exception:
         has_timed_out, call = is_timeout(error), self._call
@@ -79,7 +96,7 @@ class explain_comm_errors:  # noqa: N801  # a context manager, as `suppress`
         if isinstance(epoch, int) and isinstance(step, int):
             call = f"{call} (epoch {epoch}, step {step})"
         try:
-            why = _diagnosis(store_client(), self._call)
+            why = _diagnosis(store_client(), self._call, error)
         except (RuntimeError, TimeoutError):
             why = f"{SERVER} has ended or does not answer: look at its output"
         ended = "timed out" if has_timed_out else "lost a connection"
@@ -92,14 +109,16 @@ class explain_comm_errors:  # noqa: N801  # a context manager, as `suppress`
         )
 
 
-def _diagnosis(client: StoreClient, call: str) -> str:
+def _diagnosis(client: StoreClient, call: str, error: BaseException) -> str:
     """Return which rank failed, or did not come; report this rank's `call`."""
     report = json.dumps([client.rank, call])
     client.request(lambda store: append(store, "reports", report))
-    if (first := first_failure(client, _PATIENCE)) is not None:
+    # A rank reports its failure before its connections close. Without a report it was killed.
+    is_lost = not (is_timeout(error) or isinstance(error, dist.DistBackendError))
+    patience = _PATIENCE_IF_LOST if is_lost else _PATIENCE
+    first, calls = first_failure(client, patience)
+    if first is not None:
         return f"rank {first.rank} of {client.size} failed first: {first.text}"
-    reports = client.request(lambda store: store.get("reports")).splitlines()
-    calls = dict(map(json.loads, reports))
     if missing := [rank for rank in range(client.size) if calls.get(rank) != call]:
         return missing_ranks_text(missing, client.size, "")
     return (

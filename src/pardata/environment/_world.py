@@ -5,6 +5,7 @@ becomes invalid when the group is destroyed, and in a forked child.
 """
 
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
@@ -86,7 +87,7 @@ class GroupState:
         hosts_store: whether this process runs the store's server.
         cpu_group: a gloo group for small tensors on the CPU; None if the default group can carry
             them without mixing them with gradients.
-        group: the default group at that time.
+        group: a weak reference to the default group at that time, which its owner may destroy.
         pid: of this process.
         resources: callbacks of the resources of `init`, called in reverse order.
         cpu_sharers: how many ranks of this host are bound to the same cores, this one included.
@@ -98,12 +99,16 @@ class GroupState:
     client: StoreClient
     hosts_store: bool = False
     cpu_group: Any = None
-    group: object = field(default_factory=lambda: dist.group.WORLD)
+    group: Callable[[], object] = field(default_factory=lambda: weakref.ref(dist.group.WORLD))
     pid: int = field(default_factory=os.getpid)
     resources: ExitStack = field(default_factory=ExitStack)
     cpu_sharers: int = 1
     hang_after: timedelta = timedelta(0)
     has_failed: bool = False
+
+    def is_current(self) -> bool:
+        """Whether the default group is the one of that time."""
+        return dist.group.WORLD is not None and self.group() is dist.group.WORLD
 
 
 class Process:
@@ -111,13 +116,13 @@ class Process:
 
     Attributes:
         state: the state that `init` has set.
-        other: a group that was made without `init`, and a client of its store.
+        other: a weak reference to a group that was made without `init`, and a client of its store.
         others: number of such groups so far.
         was_asked: whether `world` was called while there was no group.
     """
 
     state: GroupState | None = None
-    other: tuple[Any, StoreClient] | None = None
+    other: tuple[Callable[[], object], StoreClient] | None = None
     others: int = 0
     was_asked: bool = False
 
@@ -185,20 +190,20 @@ def store_client(world: World | None = None) -> StoreClient:
         return StoreClient(dist.HashStore(), timedelta(0), 0, 1)
     if (found := group_state()) is not None:
         return found.client
-    if process.other is None or process.other[0] is not dist.group.WORLD:
+    if process.other is None or process.other[0]() is not dist.group.WORLD:
         # A prefix for each group and each restart under torchrun, because they may share a store
         # with old keys.
         process.others += 1
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         prefix = f"pardata/{attempt}/{process.others}"
-        process.other = dist.group.WORLD, new_store_client(None, prefix)
+        process.other = weakref.ref(dist.group.WORLD), new_store_client(None, prefix)
     return process.other[1]
 
 
 def group_state() -> GroupState | None:
     """Return the state that `init` has set, or None if another group is current."""
     found = process.state
-    return found if found is not None and found.group is dist.group.WORLD else None
+    return found if found is not None and found.is_current() else None
 
 
 def is_child() -> bool:

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+import weakref
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -25,7 +26,13 @@ from pardata.environment._logger import get_logger
 from pardata.environment._world import GroupState, group_state, is_child, process
 from pardata.store._client import StoreClient
 from pardata.store._current_op import raise_location
-from pardata.store._rank_errors import RemoteError, is_secondary, summary_line
+from pardata.store._rank_errors import (
+    RemoteError,
+    has_lost_peer,
+    is_peer_failure,
+    is_secondary,
+    summary_line,
+)
 from pardata.store._round import abort_rounds
 
 _log = get_logger(__name__)
@@ -38,6 +45,7 @@ def register_state(state: GroupState) -> None:
     """Set the state that `init` created. If `init` created the group, destroy it at exit."""
     process.state = state
     if state.world.launcher == "existing":
+        weakref.finalize(dist.group.WORLD, _release_adopted, state).atexit = False
         return
     atexit.register(_close_at_exit)
     state.resources.callback(atexit.unregister, _close_at_exit)
@@ -47,6 +55,13 @@ def register_state(state: GroupState) -> None:
     state.resources.callback(_destroy_group, state)
     state.resources.callback(_announce_exit, state)
     state.resources.callback(os.environ.pop, "PARDATA_JOINED", None)
+
+
+def _release_adopted(state: GroupState) -> None:
+    """Release the connections of an adopted group, which its owner has destroyed."""
+    if process.state is state:
+        process.state = None
+    state.resources.close()
 
 
 def shutdown(error: BaseException | None) -> None:
@@ -81,8 +96,7 @@ def _announce_exit(state: GroupState) -> None:
 
 
 def _destroy_group(state: GroupState) -> None:
-    # Gloo closes its connections when the last reference is gone.
-    state.group = state.cpu_group = None
+    state.cpu_group = None  # gloo closes its connections when the last reference is gone
     dist.destroy_process_group()
 
 
@@ -155,7 +169,10 @@ def _report(error: BaseException, state: GroupState) -> str:
         return f"rank {cause.rank} of {client.size} failed first: {cause.text}"
     text, because = f"rank {client.rank} of {client.size} has failed: {line}", f": {line}"
     try:
-        if (first := first_failure(client, _PATIENCE)) is not None:
+        # An explained error has waited for the failure already.
+        is_explained = has_lost_peer(error) and not is_peer_failure(error)
+        first, _ = first_failure(client, 0 if is_explained else _PATIENCE.total_seconds())
+        if first is not None:
             text = f"rank {first.rank} of {client.size} failed first: {first.text}"
             why = f"rank {first.rank} failed first: {first.text}"
             because = f" because {why}; here: {raise_location(error)}"

@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from datetime import timedelta
-from threading import Event, Thread
+from threading import Event, Thread, current_thread
 from types import FrameType
 from typing import NamedTuple
 
@@ -110,7 +110,7 @@ class Watchdog(Thread):
     def __init__(self, state: GroupState, after: float) -> None:
         super().__init__(name="pardata: watchdog", daemon=True)
         self._after, self._tick = after, min(_TICK, max(after / 4, _SHORTEST))
-        self._group, self._stopped = state.group, Event()
+        self._is_current, self._stopped = state.is_current, Event()
         client = state.client
         store = client.request(lambda store: store.clone())
         self._client = StoreClient(store, timedelta(0), client.rank, client.size)
@@ -134,11 +134,12 @@ class Watchdog(Thread):
         atexit.unregister(self.stop)
         current_op.thread = 0
         self._stopped.set()
-        self.join(_PATIENCE)
+        if current_thread() is not self:
+            self.join(_PATIENCE)
 
     def run(self) -> None:
         """Check until the group, or its store, has ended."""
-        while not self._stopped.wait(self._tick) and dist.group.WORLD is self._group:
+        while not self._stopped.wait(self._tick) and self._is_current():
             try:
                 self._check()
             except Exception as error:  # noqa: BLE001  # a logging handler may raise anything
@@ -179,7 +180,7 @@ class Watchdog(Thread):
             _log.error("failed because %s; this rank waited for it", self._lost, ranks="all")
             flush_output()
             os._exit(1)
-        failed = None if self._lost else first_failure(self._client, timedelta(0))
+        failed = None if self._lost else first_failure(self._client, 0)[0]
         if failed is not None and failed.rank != self._client.rank:
             self._lost = f"rank {failed.rank} failed first: {failed.text}"
 

@@ -80,11 +80,16 @@ def mark_secondary(error: _E) -> _E:
 
 def is_secondary(error: BaseException) -> bool:
     """Return whether another rank's failure caused `error`, or an exception in its chain."""
-    return any(hasattr(link, _MARK) or _is_of_backend(link) for link in exception_chain(error))
+    return has_lost_peer(error) or any(hasattr(link, _MARK) for link in exception_chain(error))
+
+
+def has_lost_peer(error: BaseException) -> bool:
+    """Return whether the backend lost a peer, so that no collective of the group can follow."""
+    return any(map(_is_of_backend, exception_chain(error)))
 
 
 def is_peer_failure(error: BaseException) -> bool:
-    """Return whether the backend raised `error` because a peer is gone or did not come."""
+    """Return whether `error` is the backend's, as a peer is gone, and not explained yet."""
     marked = any(hasattr(link, _MARK) for link in exception_chain(error))
     return _is_of_backend(error) and not marked
 

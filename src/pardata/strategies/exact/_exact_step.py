@@ -14,7 +14,7 @@ from pardata.environment._world import cpu_group_and_device, world
 from pardata.model._grads_and_buffers import StashedGradients
 from pardata.model._torch_internals import parameters_of
 from pardata.rng._rng_state import ForkedRng, default_generators, seed_generators
-from pardata.store._rank_errors import mark_secondary
+from pardata.store._rank_errors import has_lost_peer, mark_secondary
 from pardata.store._round import Facts
 from pardata.strategies._loss_weights import Microbatch, start_all_reduce
 from pardata.strategies._step import Step, active_step, microbatch_seed
@@ -77,14 +77,18 @@ class ExactStep(Step):
                     # Collective if counts are fractions, so before any error of a later microbatch.
                     self.loss_weights.totals()
                     yield
-                except Exception as error:  # noqa: BLE001  # raised below, because the other ranks wait
-                    failed = error
+                except Exception as error:
+                    if has_lost_peer(error):
+                        raise
+                    failed = error  # raised below, because the other ranks wait
                 self._conclude(failed)
             except BaseException:
                 # After an error on a GPU each kernel may raise it again.
                 with suppress(RuntimeError):
                     self._means.put_back()  # otherwise buffers would differ between ranks
                 raise
+            finally:
+                failed = None  # the frame would hold the error until a garbage collection
 
     def _begin(self) -> None:
         """Create the sums of the step."""

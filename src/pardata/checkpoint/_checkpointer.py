@@ -43,13 +43,14 @@ class Checkpointer(FixedArguments, AbstractContextManager["Checkpointer"]):
     killed or a machine loses power at any moment, complete checkpoints stay as they were. A save
     writes new files, waits until they are on the disk, and then renames them. Two runs may write to
     one directory, for example if a job starts again before its last attempt has ended. Then the
-    older run gets an error and changes nothing more. Making a `Checkpointer` is not collective,
-    touches nothing, and is the same in a single process. As a context manager it waits at its end
-    for an asynchronous save.
+    older run gets an error and changes nothing more: that which was made, or last restored, before
+    the first save of the other. This holds for two objects in one process too. Making a
+    `Checkpointer` is not collective, changes nothing, and is the same in a single process. As a
+    context manager it waits at its end for an asynchronous save.
 
     Args:
-        directory: a folder on a disk that all nodes share. The first `save` makes it. A relative
-            path is one below the working directory of now.
+        directory: a folder on a disk that all nodes share. The first `save` makes it, or the target
+            of a link. A relative path is one below the working directory of now.
         keep: how many of the newest to keep. An older one goes once a newer one is complete.
         keep_best: also keep the one checkpoint with the highest value of this name. Give each
             `save` that value: ``save(step, model=model, accuracy=0.9)``. Write "accuracy", or
@@ -191,6 +192,7 @@ class Checkpointer(FixedArguments, AbstractContextManager["Checkpointer"]):
             return {**self._options, "at": at, "objects": list(objects)}
 
         compare_facts(store_client(), "Checkpointer.restore", describe, _CURE)
+        self._folder.look()
         if (found := load_latest(world, self._directory, at)) is not None:
             return found.apply(world, objects, templates)
         _log.info("there is no checkpoint in %s: the run starts from step 0", self._directory)

@@ -5,9 +5,10 @@ Here are the names of checkpoints, in order, and the choice of those to remove.
 A checkpoint is written to a folder with a temporary name, synced to the disk, and renamed. So a
 folder with a checkpoint's name is complete, whenever a process is killed.
 
-A name begins with the number of the attempt, one above the highest in the directory. At its first
-save a writer writes its identity to the file `owner`. It reads that file before each rename and
-removal. So the older of two writers raises an error.
+A name begins with the number of the attempt, one above the highest in the directory. The folder
+`owner` holds one empty file, whose name is the identity of the writer. At its first save a writer
+renames the file that it saw when it was made or restored. Of several writers one can do so. Each
+opens its file before each rename and removal. So the older of two writers raises an error.
 """
 
 import os
@@ -27,7 +28,7 @@ from pardata.environment._logger import get_logger
 
 _log = get_logger(__name__)
 
-_OWNER = "owner"
+_OWNER, _NOBODY = "owner", "nobody"
 _UNFINISHED = ".unfinished-"  # the prefix of a folder that is being written or removed
 
 
@@ -130,13 +131,18 @@ class CheckpointDirectory:
     def __init__(self, directory: Path, retention: Retention) -> None:
         self._directory = directory
         self._retention = retention
-        since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        self._token = os.urandom(8).hex()  # two objects in one process differ in it
-        self._me = f"process {os.getpid()} on {socket.gethostname()}, since {since}\n{self._token}"
-        # After an error about a newer owner, another save must not make this one the owner.
-        self._has_begun = False
+        since, number = time.strftime("%Y-%m-%d %H.%M.%S %z"), os.urandom(8).hex()
+        self._me = f"process {os.getpid()} on {socket.gethostname()}, since {since}, {number}"
+        self._owner = directory / _OWNER
+        self._last = _NOBODY  # the owner that this run may replace, then this run
         self._name = CheckpointName(0, 0)  # until the first save
         self._began = 0.0
+        self.look()
+
+    def look(self) -> None:
+        """Note who is the owner now: if another run replaces it, `begin` raises."""
+        if self._last != self._me:
+            self._last = self._current_owner()
 
     @property
     def _unfinished(self) -> Path:
@@ -146,11 +152,10 @@ class CheckpointDirectory:
         """Create and return the temporary folder of a checkpoint."""
         self._began = time.perf_counter()
         with self._cleaned_after_errors(step):
-            existing = checkpoint_names(self._directory)
-            if not self._has_begun:
-                self._directory.mkdir(parents=True, exist_ok=True)
-                self._write_owner()
+            if self._last != self._me:
+                self._claim()
             self._check_owner()
+            existing = checkpoint_names(self._directory)
             # Temporary folders of a run that was killed, or still writes.
             stale = checkpoint_names(self._directory, _UNFINISHED)
             attempt = self._name.attempt
@@ -159,8 +164,9 @@ class CheckpointDirectory:
                 attempt = 1 + max((name.attempt for name in (*existing, *stale)), default=0)
             for name in stale:
                 shutil.rmtree(self._directory / f"{_UNFINISHED}{name}", ignore_errors=True)
-            self._name = CheckpointName(attempt, step)
-            self._unfinished.mkdir()
+            name = CheckpointName(attempt, step)
+            (self._directory / f"{_UNFINISHED}{name}").mkdir()
+            self._name = name  # from now on the folder is removed after an error
             return self._unfinished
 
     def finish(self, facts: dict[str, Any], write: Callable[[], Mapping[str, Record]]) -> None:
@@ -189,32 +195,43 @@ class CheckpointDirectory:
                 (self._directory / str(name)).rename(removed)
             shutil.rmtree(removed, ignore_errors=True)
 
-    def _write_owner(self) -> None:
-        draft = self._directory / f".{_OWNER}-{self._token}"
-        try:
-            draft.write_text(self._me)
-            draft.replace(self._directory / _OWNER)
-        finally:
-            draft.unlink(missing_ok=True)
-        self._has_begun = True
+    def _current_owner(self) -> str:
+        return next((file.name for file in self._owner.glob("process *")), _NOBODY)
+
+    def _claim(self) -> None:
+        """Become the owner after `_last`. An `OSError` is raised if another run was first."""
+        if not self._directory.exists():
+            self._directory.resolve().mkdir(parents=True, exist_ok=True)  # the target of a link
+        if self._last != _NOBODY and self._owner.exists():
+            (self._owner / self._last).rename(self._owner / self._me)
+        else:
+            draft = self._directory / f".{_OWNER}-{self._me}"
+            try:
+                draft.mkdir()
+                (draft / self._me).touch()
+                draft.rename(self._owner)
+            finally:
+                shutil.rmtree(draft, ignore_errors=True)
+        self._last = self._me
 
     def _check_owner(self) -> None:
         """Raise if another run has become the owner, or the directory is gone."""
-        owner = self._directory / _OWNER
-        if self._directory.is_dir() and not owner.exists():
-            self._write_owner()  # somebody has emptied the directory
-        try:
-            text = owner.read_text(errors="ignore")
-        except FileNotFoundError:
-            raise FileNotFoundError(
-                f"{self._directory} must stay, but is gone: was it removed, or its disk unmounted?"
-            ) from None
-        if text != self._me:
-            who = text.partition("\n")[0]
+        with suppress(FileNotFoundError, NotADirectoryError):
+            (self._owner / self._last).open().close()  # from a network disk, not from a cache
+            return
+        if (now := self._current_owner()) not in (_NOBODY, self._last):
+            who = now.rpartition(",")[0]
             raise RuntimeError(
                 f"one run at a time must write to {self._directory}, but another one has begun "
                 f"({who}): this run is the older one and must end; give each a directory of its own"
             )
+        if self._last == self._me:
+            if not self._directory.is_dir():
+                raise FileNotFoundError(
+                    f"{self._directory} must stay, but is gone: was it removed, or its disk "
+                    f"unmounted?"
+                )
+            self._claim()  # somebody has emptied the directory
 
     @contextmanager
     def _cleaned_after_errors(self, step: int) -> Iterator[None]:
@@ -224,8 +241,7 @@ class CheckpointDirectory:
         except BaseException as error:
             shutil.rmtree(self._unfinished, ignore_errors=True)
             if isinstance(error, OSError):
-                if self._has_begun:
-                    self._check_owner()  # a newer owner explains the error
+                self._check_owner()  # a newer owner explains the error
                 if error.errno is not None:
                     text = f"{error.strerror}, while saving step {step}: earlier checkpoints"
                     text += f" are still in {self._directory}"

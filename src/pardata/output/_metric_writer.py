@@ -119,8 +119,8 @@ def _truncate_after(file: Path, after: float) -> None:
             removed.touch(file.stat().st_mode & 0o777)  # no more may read it
             with removed.open("ab") as others:
                 others.writelines(moved)
-            said = "moved %d of %d lines of %s to %s: they are of later steps, or cut off"
-            _log.warning(said, len(moved), len(moved) + len(kept), file, removed.name)
+            message = "moved %d of %d lines of %s to %s: they are of later steps, or cut off"
+            _log.warning(message, len(moved), len(moved) + len(kept), file, removed.name)
         if (remaining := b"".join(kept)) != text:
             remaining += opened.read()  # what another writer has appended meanwhile
             opened.seek(0)

@@ -1,7 +1,9 @@
 """A checkpoint is written as a whole or an error on every rank, now and in the background."""
 
+import errno
 import os
 import shutil
+import stat
 import sys
 import threading
 import traceback
@@ -51,6 +53,48 @@ def test_a_checkpoint_is_synced_to_disk_before_it_is_renamed(tmp_path, monkeypat
     *before, last = synced
     assert set(before) == {inode(checkpoint), *map(inode, checkpoint.iterdir())}
     assert last == inode(tmp_path)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
+def test_a_disk_that_cannot_sync_folders_is_warned_of_once(
+    code, asynchronous, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr("pardata.environment._logger.logged_once", set())
+    on_disk = os.fsync
+
+    def of_files(opened):
+        if stat.S_ISDIR(os.fstat(opened).st_mode):
+            raise OSError(code, os.strerror(code))
+        on_disk(opened)
+
+    monkeypatch.setattr(os, "fsync", of_files)
+    checkpointer = Checkpointer(tmp_path, asynchronous=asynchronous)
+    save = lambda step: (checkpointer.save(step), checkpointer.wait())  # noqa: E731
+    if code == errno.EIO:
+        with pytest.raises(OSError, match=r"Input/output error, while saving step 1"):
+            save(1)
+        return
+    save(1)
+    save(2)
+    assert whole_steps(tmp_path) == [1, 2]
+    (said,) = (line.getMessage() for line in caplog.records if line.levelname == "WARNING")
+    assert said.startswith(f"this disk cannot sync folders ([Errno {code}] ")
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP])
+def test_a_file_that_cannot_be_synced_fails_the_save(code, tmp_path, monkeypatch):
+    on_disk = os.fsync
+
+    def of_folders(opened):
+        if stat.S_ISREG(os.fstat(opened).st_mode):
+            raise OSError(code, os.strerror(code))
+        on_disk(opened)
+
+    monkeypatch.setattr(os, "fsync", of_folders)
+    with pytest.raises(OSError, match="while saving step 1"):
+        Checkpointer(tmp_path).save(1)
+    assert (whole_steps(tmp_path), leftovers(tmp_path)) == ([], [])
 
 
 # How it begins, for one who writes, which returns how it ends; and what every rank is told.

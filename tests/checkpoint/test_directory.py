@@ -12,7 +12,7 @@ import torch
 from common_checkpoint import leftovers, paths, save_steps, whole_steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from on_ranks import caught
+from on_ranks import caught, run_caught
 
 from pardata import Checkpointer
 from pardata.checkpoint import _directory as folders
@@ -50,7 +50,7 @@ class Writer(CheckpointDirectory):
         state = begun / "state.pt"
         text = f"{id(self)} {self._name.step}"
         self.finish({"step": self._name.step}, lambda: {"state.pt": save(text, state)})
-        return self._directory / str(self._name)
+        return self.directory / str(self._name)
 
 
 def lose_a_part():
@@ -120,6 +120,26 @@ def test_a_best_that_is_damaged_or_never_had_the_value_is_none(tmp_path):
     for step in (3, 4, 5):
         again.save(step, accuracy=1)
     assert whole_steps(tmp_path) == [3, 5]
+
+
+def restore_best(directory):
+    for accuracy in (0.9, 0.5):  # the second as a run that resumed from an older step
+        checkpointer = Checkpointer(directory, keep=1, keep_best="accuracy")
+        checkpointer.save(5, accuracy=accuracy)
+    found = [checkpointer.restore(at=at).values["accuracy"] for at in ("best", 5, None)]
+    plain, other = Checkpointer(directory), Checkpointer(directory, keep_best="-loss")
+    errors = [caught(lambda c=c: c.restore(at="best")) for c in (plain, other)]
+    return found, checkpointer.steps(), [str(error) for error in errors]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_best_is_restored_where_its_step_came_again(size, tmp_path):
+    for found, steps, (plain, other) in run_caught(restore_best, tmp_path, world_size=size):
+        assert (found, steps) == ([0.9, 0.5, 0.5], [5])
+        told = "`at` must be a step without `keep_best`, but is 'best': pass both"
+        assert plain.endswith(f"ValueError: {told}")
+        told = f"is best: {tmp_path} has 5, without the value of `keep_best`"
+        assert other.endswith(f"`at` must be a saved step, but {told}")
 
 
 def test_a_new_attempt_removes_what_the_last_one_was_killed_over(tmp_path):

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from textwrap import shorten
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 
@@ -148,7 +148,7 @@ class Checkpointer(FixedArguments, AbstractContextManager["Checkpointer"]):
         contents |= {"generators": generators, "parameters": snapshot.parameters}
         self._start(world, step, snapshot, contents)
 
-    def restore(self, *, at: int | None = None, **objects: Any) -> Restored:
+    def restore(self, *, at: int | Literal["best"] | None = None, **objects: Any) -> Restored:
         """Give `objects` the state of the newest complete checkpoint. Collective.
 
         The strategy and the number of processes may differ from those of the save. `restore` skips
@@ -162,7 +162,8 @@ class Checkpointer(FixedArguments, AbstractContextManager["Checkpointer"]):
         ``StatefulDataLoader`` too.
 
         Args:
-            at: the step of the checkpoint to take, one of `steps`; the newest if not given.
+            at: the step of the checkpoint to take, one of `steps`, of which it takes the newest. Or
+                "best", the one that `keep_best` keeps. The newest of all if not given.
             objects: under the names by which they were saved, `per_rank` or not. You need not
                 restore all that was saved.
 
@@ -172,8 +173,8 @@ class Checkpointer(FixedArguments, AbstractContextManager["Checkpointer"]):
             Otherwise a warning names it: its values are missing, and its objects stay as they are.
 
         Raises:
-            ValueError: a name was not saved, or there is no checkpoint of step `at`. Or the
-                directory is one checkpoint itself.
+            ValueError: a name was not saved, or there is no checkpoint of step `at`. Or `at` is
+                "best" without `keep_best`, or the directory is one checkpoint itself.
             TypeError: an object is a value; `restore` returns those.
             RuntimeError: there are checkpoints and none is complete, or ranks differ. Or a state
                 does not fit its object, which the error names. Some objects may have their new
@@ -185,15 +186,13 @@ class Checkpointer(FixedArguments, AbstractContextManager["Checkpointer"]):
         at, templates = plain_number(at), Templates()
 
         def describe() -> dict[str, object]:
-            if at is not None:
-                check_int("at", at, least=0)
+            self._retention.check_at(at)
             check_stateful(objects)
             templates.update(sharding_templates(objects))
             return {**self._options, "at": at, "objects": list(objects)}
 
         compare_facts(store_client(), "Checkpointer.restore", describe, _CURE)
-        self._folder.look()
-        if (found := load_latest(world, self._directory, at)) is not None:
+        if (found := load_latest(world, self._folder, at)) is not None:
             return found.apply(world, objects, templates)
         _log.info("there is no checkpoint in %s: the run starts from step 0", self._directory)
         return Restored()

@@ -63,22 +63,6 @@ def checkpoint_names(directory: Path, prefix: str = "") -> list[CheckpointName]:
     return sorted(filter(None, (CheckpointName.parse(e.removeprefix(prefix)) for e in entries)))
 
 
-def newest_first(directory: Path, at: int | None) -> list[CheckpointName]:
-    """Return the names of all checkpoints, or of those of a step, from the newest to the oldest."""
-    existing = checkpoint_names(directory)
-    if not existing and CheckpointName.parse(directory.name) is not None:
-        raise ValueError(
-            f"`directory` must be a run's, but {directory} is one checkpoint: pass its parent"
-        )
-    found = [name for name in reversed(existing) if at in (None, name.step)]
-    if not found and at is not None:
-        steps = ", ".join(str(step) for step in sorted({name.step for name in existing}))
-        raise ValueError(
-            f"`at` must be a saved step, but is {at}: {directory} has {steps or 'none'}"
-        )
-    return found
-
-
 class Retention:
     """Selects the checkpoints to remove, by the arguments of `Checkpointer`.
 
@@ -102,21 +86,27 @@ class Retention:
                 f"`{self._by}` must be a number for keep_best, not {value}: pass float(…), or None"
             )
 
-    def outdated(self, directory: Path, existing: list[CheckpointName]) -> list[CheckpointName]:
-        """Return the checkpoints to remove of `existing` ones, which are in order of age.
+    def check_at(self, at: object) -> None:
+        """Raise if `at` is no step, or the best one without `keep_best`."""
+        if at == "best" and self._by is None:
+            raise ValueError("`at` must be a step without `keep_best`, but is 'best': pass both")
+        if at not in (None, "best"):
+            check_int("at", at, least=0)
 
-        If several have the best value, the first of them is kept.
-        """
-        kept = set(existing[-self._keep :])
-        if self._by is not None:
-            scores: dict[CheckpointName, float] = {}
-            for name in existing:
-                # An unusable checkpoint, or removed in the meantime.
-                with suppress(UnusableError, OSError):
-                    value = read_manifest(directory / str(name))["numbers"].get(self._by)
-                    if value is not None and not isnan(value):
-                        scores[name] = self._sign * value
-            kept.update([max(scores, key=lambda name: scores[name])] if scores else [])
+    def best(self, directory: Path, existing: list[CheckpointName]) -> list[CheckpointName]:
+        """Return the checkpoint with the best value, the first of several, or nothing."""
+        scores: dict[CheckpointName, float] = {}
+        for name in existing if self._by is not None else ():
+            # An unusable checkpoint, or removed in the meantime.
+            with suppress(UnusableError, OSError):
+                value = read_manifest(directory / str(name))["numbers"].get(self._by)
+                if value is not None and not isnan(value):
+                    scores[name] = self._sign * value
+        return [max(scores, key=lambda name: scores[name])] if scores else []
+
+    def outdated(self, directory: Path, existing: list[CheckpointName]) -> list[CheckpointName]:
+        """Return the checkpoints to remove of `existing` ones, which are in order of age."""
+        kept = {*existing[-self._keep :], *self.best(directory, existing)}
         return [name for name in existing if name not in kept]
 
 
@@ -129,7 +119,7 @@ class CheckpointDirectory:
     """
 
     def __init__(self, directory: Path, retention: Retention) -> None:
-        self._directory = directory
+        self.directory = directory
         self._retention = retention
         since, number = time.strftime("%Y-%m-%d %H.%M.%S %z"), os.urandom(8).hex()
         self._me = f"process {os.getpid()} on {socket.gethostname()}, since {since}, {number}"
@@ -146,7 +136,27 @@ class CheckpointDirectory:
 
     @property
     def _unfinished(self) -> Path:
-        return self._directory / f"{_UNFINISHED}{self._name}"
+        return self.directory / f"{_UNFINISHED}{self._name}"
+
+    def newest_first(self, at: int | str | None) -> list[CheckpointName]:
+        """Return the names of the checkpoints at `at`, from the newest to the oldest."""
+        self.look()
+        existing = checkpoint_names(self.directory)
+        if not existing and CheckpointName.parse(self.directory.name) is not None:
+            raise ValueError(
+                f"`directory` must be a run's, but {self.directory} is one checkpoint: pass its "
+                f"parent"
+            )
+        found = [name for name in reversed(existing) if at in (None, name.step)]
+        if at == "best":
+            found = self._retention.best(self.directory, existing)
+        if not found and at is not None:
+            steps = ", ".join(str(step) for step in sorted({name.step for name in existing}))
+            steps += ", without the value of `keep_best`" if steps and at == "best" else ""
+            raise ValueError(
+                f"`at` must be a saved step, but is {at}: {self.directory} has {steps or 'none'}"
+            )
+        return found
 
     def begin(self, step: int) -> Path:
         """Create and return the temporary folder of a checkpoint."""
@@ -155,17 +165,17 @@ class CheckpointDirectory:
             if self._last != self._me:
                 self._claim()
             self._check_owner()
-            existing = checkpoint_names(self._directory)
+            existing = checkpoint_names(self.directory)
             # Temporary folders of a run that was killed, or still writes.
-            stale = checkpoint_names(self._directory, _UNFINISHED)
+            stale = checkpoint_names(self.directory, _UNFINISHED)
             attempt = self._name.attempt
             if attempt == 0 or step <= self._name.step:
                 # A repeated step gets a new attempt, so that the later checkpoint is the newest.
                 attempt = 1 + max((name.attempt for name in (*existing, *stale)), default=0)
             for name in stale:
-                shutil.rmtree(self._directory / f"{_UNFINISHED}{name}", ignore_errors=True)
+                shutil.rmtree(self.directory / f"{_UNFINISHED}{name}", ignore_errors=True)
             name = CheckpointName(attempt, step)
-            (self._directory / f"{_UNFINISHED}{name}").mkdir()
+            (self.directory / f"{_UNFINISHED}{name}").mkdir()
             self._name = name  # from now on the folder is removed after an error
             return self._unfinished
 
@@ -180,19 +190,19 @@ class CheckpointDirectory:
         with self._cleaned_after_errors(step):
             size = write_manifest(self._unfinished, facts, write())
             self._check_owner()
-            self._unfinished.rename(self._directory / str(self._name))
-            sync(self._directory)
+            self._unfinished.rename(self.directory / str(self._name))
+            sync(self.directory)
             self._prune()
-        figures = step, self._directory, size / 1e6, time.perf_counter() - self._began
+        figures = step, self.directory, size / 1e6, time.perf_counter() - self._began
         _log.info("pardata saved step %d to %s, %.1f MB in %.2f s", *figures)
 
     def _prune(self) -> None:
         self._check_owner()
-        for name in self._retention.outdated(self._directory, checkpoint_names(self._directory)):
+        for name in self._retention.outdated(self.directory, checkpoint_names(self.directory)):
             # Renamed first: a half-removed folder must not have a checkpoint's name.
-            removed = self._directory / f"{_UNFINISHED}{name}"
+            removed = self.directory / f"{_UNFINISHED}{name}"
             with suppress(FileNotFoundError):  # the older run removes it at the same time
-                (self._directory / str(name)).rename(removed)
+                (self.directory / str(name)).rename(removed)
             shutil.rmtree(removed, ignore_errors=True)
 
     def _current_owner(self) -> str:
@@ -200,12 +210,12 @@ class CheckpointDirectory:
 
     def _claim(self) -> None:
         """Become the owner after `_last`. An `OSError` is raised if another run was first."""
-        if not self._directory.exists():
-            self._directory.resolve().mkdir(parents=True, exist_ok=True)  # the target of a link
+        if not self.directory.exists():
+            self.directory.resolve().mkdir(parents=True, exist_ok=True)  # the target of a link
         if self._last != _NOBODY and self._owner.exists():
             (self._owner / self._last).rename(self._owner / self._me)
         else:
-            draft = self._directory / f".{_OWNER}-{self._me}"
+            draft = self.directory / f".{_OWNER}-{self._me}"
             try:
                 draft.mkdir()
                 (draft / self._me).touch()
@@ -222,13 +232,13 @@ class CheckpointDirectory:
         if (now := self._current_owner()) not in (_NOBODY, self._last):
             who = now.rpartition(",")[0]
             raise RuntimeError(
-                f"one run at a time must write to {self._directory}, but another one has begun "
+                f"one run at a time must write to {self.directory}, but another one has begun "
                 f"({who}): this run is the older one and must end; give each a directory of its own"
             )
         if self._last == self._me:
-            if not self._directory.is_dir():
+            if not self.directory.is_dir():
                 raise FileNotFoundError(
-                    f"{self._directory} must stay, but is gone: was it removed, or its disk "
+                    f"{self.directory} must stay, but is gone: was it removed, or its disk "
                     f"unmounted?"
                 )
             self._claim()  # somebody has emptied the directory
@@ -244,6 +254,6 @@ class CheckpointDirectory:
                 self._check_owner()  # a newer owner explains the error
                 if error.errno is not None:
                     text = f"{error.strerror}, while saving step {step}: earlier checkpoints"
-                    text += f" are still in {self._directory}"
+                    text += f" are still in {self.directory}"
                     raise OSError(error.errno, text, error.filename) from error
             raise

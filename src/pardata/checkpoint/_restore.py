@@ -18,7 +18,7 @@ from torch.serialization import safe_globals
 
 from pardata._pytree import KeyPath, is_custom_container, map_with_path
 from pardata.checkpoint import _dcp as shards
-from pardata.checkpoint._directory import newest_first
+from pardata.checkpoint._directory import CheckpointDirectory
 from pardata.checkpoint._manifest import STATE, UnusableError, verified
 from pardata.checkpoint._snapshot import parameter_names
 from pardata.collectives._barrier import rank_zero_call
@@ -171,26 +171,28 @@ class LoadedCheckpoint(NamedTuple):
         return map_with_path(trees, place, is_leaf=is_custom_container)
 
 
-def load_latest(world: World, directory: Path, at: int | None) -> LoadedCheckpoint | None:
-    """Read the newest complete checkpoint, of step `at` if given, or return None. Collective.
+def load_latest(
+    world: World, folder: CheckpointDirectory, at: int | str | None
+) -> LoadedCheckpoint | None:
+    """Read the newest complete checkpoint, at `at` if given, or return None. Collective.
 
     Raises:
-        ValueError: there is no checkpoint of the step, or `directory` is a checkpoint itself.
+        ValueError: there is no checkpoint of the step, or the directory is a checkpoint itself.
         RuntimeError: there are checkpoints and none is complete, or some ranks do not see the
             files.
     """
     skipped = ""
-    for name in rank_zero_call(newest_first, directory, at):
-        path = directory / str(name)
+    for name in (names := rank_zero_call(folder.newest_first, at)):
+        path = folder.directory / str(name)
         found = _looked_at(world, path, name.step)
         if isinstance(found, LoadedCheckpoint):
             return found
         skipped += f"\n  {name}: {found}"
         _log.warning("checkpoint %s was skipped because %s", path, found, ranks=[0])
     if skipped:
-        those = "checkpoints" if at is None else f"checkpoints of step {at}"
+        those = "checkpoints" if at is None else f"checkpoints of step {names[0].step}"
         raise RuntimeError(
-            f"one of the {those} in {directory} must be complete, but none is:{skipped}\n"
+            f"one of the {those} in {folder.directory} must be complete, but none is:{skipped}\n"
             f"Put a copy back, or remove them to begin anew"
         )
     return None

@@ -146,6 +146,12 @@ def test_a_link_and_the_mode_of_the_file_stay(after, tmp_path):
     assert [oct(path.stat().st_mode)[-3:] for path in (real, removed)] == ["600", "600"]
 
 
+def test_a_link_to_a_directory_that_is_not_there_makes_it(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "run")
+    MetricWriter(tmp_path / "link").write(1, {})
+    assert lines(tmp_path / "disk" / "run") == [{"step": 1}]
+
+
 # --- TensorBoard ---
 
 

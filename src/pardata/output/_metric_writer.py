@@ -49,7 +49,7 @@ class MetricWriter(AbstractContextManager["MetricWriter"]):
         self._board: Any = None
         if not require_world("MetricWriter").is_main:
             return
-        path.mkdir(parents=True, exist_ok=True)
+        path.resolve().mkdir(parents=True, exist_ok=True)  # the target of a link
         file = path / "metrics.jsonl"
         if file.exists():
             _truncate_after(file, last)

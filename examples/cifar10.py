@@ -66,7 +66,8 @@ def train(args):
     run = {"model": model, "optimizer": optimizer, "loader": loader}
     checkpointer = pardata.Checkpointer(f"{args.run_dir}/checkpoints", asynchronous=True)
     step = checkpointer.restore(**run).step
-    with pardata.StopSignal() as stop, checkpointer, pardata.MetricWriter(args.run_dir) as metrics:
+    metrics = pardata.MetricWriter(args.run_dir, after=step)
+    with pardata.StopSignal() as stop, checkpointer, metrics:
         for epoch in loader.epochs(args.epochs):
             for batch in loader:
                 optimizer.zero_grad()

@@ -158,7 +158,7 @@ class Checkpointer(FixedArguments, AbstractContextManager["Checkpointer"]):
         If a loader is among `objects`, the run resumes. `restore` then also restores the seed of
         `seed_everything` and, if there are as many ranks as then, the default random generators of
         each rank. Without a loader it is a new run from old weights: `restore` leaves the seed and
-        the generators alone. A loader is what can be iterated and is no module: torchdata's
+        the generators alone. A loader is one of `make_loader`, or a ``DataLoader``: torchdata's
         ``StatefulDataLoader`` too.
 
         Args:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.serialization import safe_globals
+from torch.utils.data import DataLoader
 
 from pardata._pytree import KeyPath, is_custom_container, map_with_path
 from pardata.checkpoint import _dcp as shards
@@ -100,22 +101,22 @@ class LoadedCheckpoint(NamedTuple):
         self._require(things)
         trees = self.trees_of(things, values, templates)
         # With a loader among the objects the run resumes. Without one only weights are restored.
-        bare = [one for one in things.values() if not isinstance(one, nn.Module)]
-        resumes, is_alike = any(hasattr(one, "__iter__") for one in bare), len(saved) == world.size
+        loaders = [one for one in things.values() if isinstance(one, Loader | DataLoader)]
+        is_alike = len(saved) == world.size
 
         def load() -> None:
             self._check_parameters(things)
             for name, thing in things.items():
                 _load(name, thing, trees[name])
-            if resumes:
+            if loaders:
                 states, start = saved[world.rank if is_alike else 0]
                 set_rng_state(states, world.device, only_seed=not is_alike)
-                for loader in (one for one in bare if isinstance(one, Loader)):
+                for loader in (one for one in loaders if isinstance(one, Loader)):
                     loader.cursor.generators = (start, states) if is_alike and start else None
 
         exchange(store_client(), "Checkpointer.restore (loading)", load)
         self._report(world, unavailable)
-        if resumes and not is_alike:
+        if loaders and not is_alike:
             text = "the seed is restored, but no random generators: %d process(es) saved theirs"
             _log.info(f"{text}, and there are %d now", len(saved), world.size)
         return Restored(self.manifest["step"], {n: trees[n] for n in values}, _was_found=True)

@@ -66,7 +66,7 @@ def train(args):
     run = {"model": model, "optimizer": optimizer, "loader": loader}
     checkpointer = pardata.Checkpointer(f"{args.run_dir}/checkpoints", asynchronous=True)
     step = checkpointer.restore(**run).step
-    metrics = pardata.MetricWriter(args.run_dir, after=step)
+    metrics = pardata.MetricWriter(args.run_dir, after=step)  # later lines are of a killed run
     with pardata.StopSignal() as stop, checkpointer, metrics:
         for epoch in loader.epochs(args.epochs):
             for batch in loader:

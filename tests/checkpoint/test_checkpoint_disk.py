@@ -241,6 +241,38 @@ def test_a_save_after_an_interrupted_wait_waits_for_the_writer(size, tmp_path):
     assert run_caught(interrupt_and_save, tmp_path, world_size=size) == [([1, 2, 3], 3)] * size
 
 
+@pytest.mark.parametrize("begins", ["at once", "later", "never"])
+def test_a_save_after_an_interrupted_start_waits_for_the_writer(begins, tmp_path, monkeypatch):
+    start, rename, late = threading.Thread.start, Path.rename, []
+
+    def interrupted(thread):  # as Ctrl-C does in a call of `save`
+        if begins == "at once":
+            start(thread)
+        if begins == "later":
+            late.append(thread)
+        raise KeyboardInterrupt
+
+    def rename_late(path, target):
+        if target.name.endswith("1"):  # while the second save waits
+            again = {"_checkpointer.save", "_checkpointer.wait"}
+            until(lambda: calls_of(threading.main_thread()) >= again)
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename_late)
+    checkpointer = Checkpointer(tmp_path, asynchronous=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            checkpointer.save(1)
+    checkpointer.save(2)
+    for thread in late:  # which finds that there is nothing to do
+        start(thread)
+        thread.join()
+    checkpointer.wait()
+    steps = [1, 2] if begins == "at once" else [2]
+    assert (whole_steps(tmp_path), leftovers(tmp_path)) == (steps, [])
+
+
 CALLS = {
     "save": lambda checkpointer: checkpointer.save(9),
     "restore": lambda checkpointer: checkpointer.restore(),

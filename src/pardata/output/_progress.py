@@ -109,7 +109,7 @@ class Progress(Generic[T]):
         else:
             line = f"{self._head}{done}{self._of} in {seconds:.1f} s"
             if sys.stderr is not None:  # None in a daemon
-                print(", ".join([line, *shown]), file=sys.stderr)  # which Python flushes
+                print(", ".join([line, *shown]), file=sys.stderr)  # Python flushes it
 
 
 def _bar(description: str, total: int | None) -> Any:

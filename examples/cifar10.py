@@ -39,8 +39,7 @@ def load(name):
 
 
 def loss_and_accuracy(model, batch):
-    images, labels = batch
-    scores = model(images)
+    scores, labels = model(batch[0]), batch[1]
     return F.cross_entropy(scores, labels), (scores.argmax(1) == labels).float().mean()
 
 

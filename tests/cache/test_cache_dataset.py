@@ -788,7 +788,7 @@ def test_without_a_home_directory_one_must_be_given(tmp_path, monkeypatch):
     for name in ("HOME", "PARDATA_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # as of a user without an entry
-    with pytest.raises(ValueError, match=r"`directory` must be given.*or set PARDATA_CACHE"):
+    with pytest.raises(ValueError, match=r"`directory` must be a path, but is '~/\.cache/pardata/"):
         cache_dataset(Samples(pair))
     assert len(cache_dataset(Samples(pair), tmp_path)) == 10
 

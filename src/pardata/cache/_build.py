@@ -146,13 +146,8 @@ def _default_directory(dataset: Any, source: dict[str, Any]) -> Path:
     """Return the default directory of the cache of this source."""
     root = os.environ.get("PARDATA_CACHE")
     below = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "pardata")
-    try:
-        return below.expanduser() / f"{type(dataset).__name__}-{content_hash(source)}"
-    except RuntimeError as error:
-        raise ValueError(
-            "`directory` must be given where the user has no home directory, but is None: pass it, "
-            "or set PARDATA_CACHE"
-        ) from error
+    place = os.path.expanduser(below)  # noqa: PTH111  # "~" stays without a home directory
+    return Path(place, f"{type(dataset).__name__}-{content_hash(source)}")
 
 
 def build_if_missing(dataset: Any, files: CacheManifest, workers: int) -> None:

@@ -143,19 +143,15 @@ class CheckpointDirectory:
         self.look()
         existing = checkpoint_names(self.directory)
         if not existing and CheckpointName.parse(self.directory.name) is not None:
-            raise ValueError(
-                f"`directory` must be a run's, but {self.directory} is one checkpoint: pass its "
-                f"parent"
-            )
-        found = [name for name in reversed(existing) if at in (None, name.step)]
-        if at == "best":
-            found = self._retention.best(self.directory, existing)
+            what = f"must be a run's, but {self.directory} is one checkpoint: pass its parent"
+            raise ValueError(f"`directory` {what}")
+        best = self._retention.best(self.directory, existing) if at == "best" else []
+        found = best or [name for name in reversed(existing) if at in (None, name.step)]
         if not found and at is not None:
             steps = ", ".join(str(step) for step in sorted({name.step for name in existing}))
             steps += ", without the value of `keep_best`" if steps and at == "best" else ""
-            raise ValueError(
-                f"`at` must be a saved step, but is {at}: {self.directory} has {steps or 'none'}"
-            )
+            what = f"must be a saved step, but is {at}: {self.directory} has {steps or 'none'}"
+            raise ValueError(f"`at` {what}")
         return found
 
     def begin(self, step: int) -> Path:
@@ -237,10 +233,8 @@ class CheckpointDirectory:
             )
         if self._last == self._me:
             if not self.directory.is_dir():
-                raise FileNotFoundError(
-                    f"{self.directory} must stay, but is gone: was it removed, or its disk "
-                    f"unmounted?"
-                )
+                what = "must stay, but is gone: was it removed, or its disk unmounted?"
+                raise FileNotFoundError(f"{self.directory} {what}")
             self._claim()  # somebody has emptied the directory
 
     @contextmanager

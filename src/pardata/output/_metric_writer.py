@@ -4,7 +4,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 from weakref import finalize
@@ -129,11 +129,9 @@ def _truncate_after(file: Path, after: float) -> None:
 
 
 def _is_kept(line: bytes, after: float) -> bool:
-    try:
-        is_before: bool = json.loads(line)["step"] <= after
-    except (ValueError, LookupError, TypeError):  # the line was cut off, or has no step
-        return False
-    return is_before
+    with suppress(ValueError, LookupError, TypeError):  # the line was cut off, or has no step
+        return bool(json.loads(line)["step"] <= after)
+    return False
 
 
 def _tensorboard(path: Path, purge_step: int | None) -> Any:

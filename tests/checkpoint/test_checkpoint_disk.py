@@ -254,8 +254,7 @@ def test_a_save_after_an_interrupted_start_waits_for_the_writer(begins, tmp_path
 
     def rename_late(path, target):
         if target.name.endswith("1"):  # while the second save waits
-            again = {"_checkpointer.save", "_checkpointer.wait"}
-            until(lambda: calls_of(threading.main_thread()) >= again)
+            until(lambda: "_directory.begin" in calls_of(threading.main_thread()))
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", rename_late)

@@ -45,11 +45,11 @@ class Writer(CheckpointDirectory):
             return None
         if action == "fail":
             with contextlib.suppress(OSError):
-                self.finish({"step": self._name.step}, lose_a_part)
+                self.finish(begun, {"step": self._name.step}, lose_a_part)
             return None
         state = begun / "state.pt"
         text = f"{id(self)} {self._name.step}"
-        self.finish({"step": self._name.step}, lambda: {"state.pt": save(text, state)})
+        self.finish(begun, {"step": self._name.step}, lambda: {"state.pt": save(text, state)})
         return self.directory / str(self._name)
 
 

@@ -3,10 +3,10 @@
 import atexit
 import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from textwrap import shorten
-from threading import Event, Lock, Thread
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -236,11 +236,10 @@ class Checkpointer(FixedArguments, AbstractContextManager["Checkpointer"]):
                 records[STATE] = save(contents, path / STATE)
             return records
 
-        work = partial(self._folder.finish, {"step": step, **snapshot.facts}, write)
+        work = partial(self._folder.finish, path, {"step": step, **snapshot.facts}, write)
         if self._asynchronous:
             what = f"the checkpoint of step {step}"
             self._background = BackgroundTask(work if world.is_main else write, what)
-            self._background.start()  # when it is known here: Ctrl-C may come now
             return
         if not world.is_main:
             with suppress(OSError):  # all ranks know of it, and rank 0 raises it
@@ -262,11 +261,10 @@ def _raise_of_what_differs(all_facts: list[dict[str, Any]]) -> None:
 
 
 class BackgroundTask:
-    """Runs `work` in a thread after `start`. The interpreter waits for it at exit.
+    """Runs `work` in a thread. The interpreter waits for it at exit.
 
     `check` raises its error. If the process exits before `check`, its exit status is 1. A forked
-    child has no such thread, and does not wait. If `start` was interrupted, `join` waits for a
-    `work` that has begun, and prevents one that has not.
+    child has no such thread, and does not wait.
 
     Args:
         work: the function to run.
@@ -274,41 +272,28 @@ class BackgroundTask:
     """
 
     def __init__(self, work: Callable[[], object], what: str) -> None:
-        self._what, self._work, self._pid = what, work, os.getpid()
-        self._once, self._ended = Lock(), Event()
-        self._is_started = False
-        self._error: BaseException | None = None
-
-    def start(self) -> None:
-        """Start the thread."""
+        self._what, self._pid = what, os.getpid()
+        executor = ThreadPoolExecutor(1, thread_name_prefix=f"pardata: {what}")
+        self._future = executor.submit(work)
+        executor.shutdown(wait=False)  # the thread ends after `work`
         atexit.register(self._check_at_exit)
-        Thread(target=self._run, name=f"pardata: {self._what}").start()
-        self._is_started = True
-
-    def _run(self) -> None:
-        if self._once.acquire(blocking=False):
-            try:
-                self._work()
-            except BaseException as error:  # noqa: BLE001  # `check` raises it
-                self._error = error
-            self._ended.set()
 
     def join(self) -> None:
         """Wait until `work` has ended."""
-        if not self._is_started and self._once.acquire(blocking=False):
-            self._ended.set()  # `work` has not begun, and will not
         if os.getpid() == self._pid:
-            self._ended.wait()
+            wait([self._future])
 
     def check(self) -> None:
         """Wait until `work` has ended, and raise its error."""
         self.join()
         atexit.unregister(self._check_at_exit)
-        if self._error is not None:
-            raise self._error
+        if self._future.done():
+            self._future.result()
 
     def _check_at_exit(self) -> None:
-        if self._error is not None:  # the interpreter has joined its threads by now
-            _log.error("%s failed: %s", self._what, self._error, ranks="all")
-            flush_output()
-            os._exit(1)  # nothing else can change the exit status here
+        # The interpreter has joined its threads by now.
+        if not self._future.done() or (error := self._future.exception()) is None:
+            return
+        _log.error("%s failed: %s", self._what, error, ranks="all")
+        flush_output()
+        os._exit(1)  # nothing else can change the exit status here

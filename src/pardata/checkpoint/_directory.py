@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from math import isnan
 from pathlib import Path
-from typing import Any, NamedTuple
+from threading import Lock
+from typing import Any, NamedTuple, TypeAlias
 
 from pardata._validation import check_int, check_text
 from pardata.checkpoint._manifest import Record, UnusableError, read_manifest, sync, write_manifest
@@ -28,6 +29,7 @@ from pardata.environment._logger import get_logger
 
 _log = get_logger(__name__)
 
+_Write: TypeAlias = Callable[[], Mapping[str, Record]]
 _OWNER, _NOBODY = "owner", "nobody"
 _UNFINISHED = ".unfinished-"  # the prefix of a folder that is being written or removed
 
@@ -127,6 +129,7 @@ class CheckpointDirectory:
         self._last = _NOBODY  # the owner that this run may replace, then this run
         self._name = CheckpointName(0, 0)  # until the first save
         self._began = 0.0
+        self._writing = Lock()  # held by a thread that is unknown to the saver after Ctrl-C
         self.look()
 
     def look(self) -> None:
@@ -157,7 +160,7 @@ class CheckpointDirectory:
     def begin(self, step: int) -> Path:
         """Create and return the temporary folder of a checkpoint."""
         self._began = time.perf_counter()
-        with self._cleaned_after_errors(step):
+        with self._writing, self._cleaned_after_errors(step):
             if self._last != self._me:
                 self._claim()
             self._check_owner()
@@ -175,15 +178,18 @@ class CheckpointDirectory:
             self._name = name  # from now on the folder is removed after an error
             return self._unfinished
 
-    def finish(self, facts: dict[str, Any], write: Callable[[], Mapping[str, Record]]) -> None:
+    def finish(self, path: Path, facts: dict[str, Any], write: _Write) -> None:
         """Write the manifest, rename the temporary folder, and remove old checkpoints.
 
         Args:
+            path: the temporary folder. If another one was begun since, this does nothing.
             facts: entries of the manifest.
             write: writes the files, and returns their records.
         """
         step: int = facts["step"]
-        with self._cleaned_after_errors(step):
+        with self._writing, self._cleaned_after_errors(step):
+            if path != self._unfinished:
+                return
             size = write_manifest(self._unfinished, facts, write())
             self._check_owner()
             self._unfinished.rename(self.directory / str(self._name))

@@ -132,6 +132,9 @@ class CheckpointDirectory:
         self._writing = Lock()  # held by a thread that is unknown to the saver after Ctrl-C
         self.look()
 
+    def __reduce__(self) -> Any:  # a copy in another process is another writer
+        return type(self), (self.directory, self._retention)
+
     def look(self) -> None:
         """Note who is the owner now: if another run replaces it, `begin` raises."""
         if self._last != self._me:

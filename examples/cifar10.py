@@ -39,8 +39,7 @@ def load(name):
 
 
 def loss_and_accuracy(model, batch):
-    images, labels = batch
-    scores = model(images)
+    scores, labels = model(batch[0]), batch[1]
     return F.cross_entropy(scores, labels), (scores.argmax(1) == labels).float().mean()
 
 
@@ -66,7 +65,8 @@ def train(args):
     run = {"model": model, "optimizer": optimizer, "loader": loader}
     checkpointer = pardata.Checkpointer(f"{args.run_dir}/checkpoints", asynchronous=True)
     step = checkpointer.restore(**run).step
-    with pardata.StopSignal() as stop, checkpointer, pardata.MetricWriter(args.run_dir) as metrics:
+    metrics = pardata.MetricWriter(args.run_dir, after=step)  # later lines are of a killed run
+    with pardata.StopSignal() as stop, checkpointer, metrics:
         for epoch in loader.epochs(args.epochs):
             for batch in loader:
                 optimizer.zero_grad()

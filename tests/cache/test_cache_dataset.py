@@ -206,8 +206,8 @@ def test_one_rank_of_each_node_builds_where_its_node_keeps_caches(tmp_path):
 
 
 ANOTHER = (
-    "must be of this dataset, but is of another or gone: give each dataset a directory of its "
-    "own, and call cache_dataset again"
+    "must be of this dataset, but is of another version or gone: call cache_dataset again, with "
+    "the same dataset on every rank"
 )
 
 
@@ -267,10 +267,10 @@ def test_a_changed_source_is_built_again_and_the_log_says_so(tmp_path, name, tol
     cached = cache_dataset(new, tmp_path)
     assert lines(told) == [BUILDS.format(tmp_path)]
     assert equal([cached[i] for i in range(len(new))], [new[i] for i in range(len(new))])
-    assert len(list(tmp_path.glob("pardata-files-*"))) == 1
-    told.clear()
+    stays = name in ("length", "contents")  # as of another dataset
+    assert len(list(tmp_path.glob("pardata-files-*"))) == 1 + stays
     cache_dataset(old, tmp_path)
-    assert len(old.reads) == 2 * (LOOKS + 10)
+    assert len(old.reads) == 2 * LOOKS + 10 * (1 if stays else 2)
 
 
 def test_an_unchanged_source_is_not_built_again(tmp_path, told, capsys):
@@ -319,6 +319,101 @@ def test_another_subset_builds_the_cache_again(tmp_path):
     for left_out in (5, 6):  # as leave-one-out does
         kept = [i for i in range(101) if i != left_out]
         assert list(cache_dataset(Subset(source, kept), tmp_path)) == kept
+
+
+class Listing(Samples):
+    """Whose labels are in attributes, or in those of a dataset that it holds."""
+
+    def __init__(self, length, **attributes):
+        super().__init__(lambda i: i, length)
+        vars(self).update(attributes)
+
+
+N = 2003  # of these samples number 17 is not among the 8
+LABELS = [number % 5 for number in range(N)]
+FIXED = [*LABELS[:17], 4, *LABELS[18:]]
+LISTS = {
+    "a list": lambda labels: labels,
+    "pairs": lambda labels: [(f"/{n}.png", label) for n, label in enumerate(labels)],
+    "nested lists": lambda labels: [[f"{n}.png", [label, 1]] for n, label in enumerate(labels)],
+    "lists of several lengths": lambda labels: [
+        [label] * (n % 3 + 1) for n, label in enumerate(labels)
+    ],
+    "floats": lambda labels: [(None, label / 7) for label in labels],
+    "some are None": lambda labels: [None, *labels[1:]],
+    "dicts": lambda labels: [{"file": n, "label": label} for n, label in enumerate(labels)],
+    "a dict of columns": lambda labels: {"file": ["x"] * N, "label": labels},
+    "two columns": lambda labels: [["x"] * N, np.array(labels)],
+    "an array": np.array,
+    "texts in an array": lambda labels: np.array(list(map(str, labels))),
+    "numbers of NumPy": lambda labels: list(np.array(labels)),
+    "floats in a tensor": lambda labels: torch.tensor(labels) / 7,
+    "a tensor of rows": lambda labels: torch.tensor(labels).view(-1, 1).expand(-1, 40),
+    "tensors": lambda labels: [torch.tensor([label]) for label in labels],
+    "a dataset inside": lambda labels: Listing(N, samples=labels),
+    "a subset inside": lambda labels: Subset(Listing(N, samples=labels), range(9)),
+    "a data frame": lambda labels: Frame([["x", label] for label in labels]),
+}
+
+
+class Frame:
+    """As a data frame of pandas."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def to_numpy(self):
+        return np.array(self.rows, dtype=object)
+
+
+Frame.__module__ = "pandas.core.frame"
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_one_corrected_label_builds_the_cache_again_in_its_place(name, tmp_path, told):
+    for labels in (LABELS, LABELS, FIXED, FIXED):
+        source = Listing(N, held=LISTS[name](labels))
+        source.make = lambda i, labels=labels: labels[i]
+        assert cache_dataset(source, tmp_path, num_workers=0)[17] == labels[17]
+    assert lines(told) == [BUILDS.format(tmp_path)] * 2
+    assert len(list(tmp_path.glob("pardata-files-*"))) == 1
+
+
+def cache_labels(directory):
+    """Cache on two nodes with disks of their own, of which one has the corrected label."""
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    source = Listing(N, held=[LABELS, FIXED][dist.get_rank()])
+    return caught(cache_dataset, source, f"{directory}/{dist.get_rank()}")
+
+
+def test_nodes_with_other_labels_are_told_on_every_rank(tmp_path):
+    for raised in run(cache_labels, tmp_path, world_size=2, fresh=True):
+        assert (
+            "must pass the same to `cache_dataset`, but `the listed samples` differs" in raised.text
+        )
+
+
+def test_datasets_in_one_directory_keep_their_files(tmp_path, told):
+    whole = Listing(N, held=LABELS)
+    folds = [[n for n in range(100) if n % 5 != fold] for fold in range(2)]
+    datasets = [
+        whole, Listing(50, held=LABELS[:50]), Listing(N, held=FIXED[::-1]),
+        *(Subset(whole, fold) for fold in folds),
+        Subset(whole, range(20, 100)), Subset(whole, [*range(20), *range(40, 100)]),
+    ]  # fmt: skip
+    datasets[2].make = lambda i: -i  # the same class and length, other samples
+    for _ in range(2):
+        cached = [cache_dataset(dataset, tmp_path) for dataset in datasets]
+        for dataset, each in zip(datasets, cached, strict=True):
+            there = pickle.loads(pickle.dumps(each))
+            assert [there[i] for i in range(len(dataset))] == [
+                dataset[i] for i in range(len(dataset))
+            ]
+    assert len(lines(told)) == len(datasets)
+    assert len(list(tmp_path.glob("pardata-files-*"))) == len(datasets)
 
 
 def file_with(change):
@@ -445,7 +540,7 @@ def test_a_killed_build_keeps_the_last_cache_and_is_cleaned_up(tmp_path):
     assert len(source.reads) == LOOKS + 200
     assert equal([cached[i] for i in range(200)], [pair(i) for i in range(200)])
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert [name[:14] for name in names] == ["pardata-files-", "pardata-lock"]
+    assert [name[:14] for name in names] == ["pardata-files-"] * 2 + ["pardata-lock"]
 
 
 def _build_too(directory, pipe):
@@ -654,7 +749,7 @@ def test_what_is_sent_to_a_worker_is_small_and_holds_no_data(tmp_path):
 def test_unpickling_a_cache_that_was_rebuilt_raises(tmp_path):
     cached = cache_dataset(Samples(pair), tmp_path)
     sent = pickle.dumps(cached)
-    cache_dataset(Samples(pair, 11), tmp_path)
+    cache_dataset(CHANGES["last"], tmp_path)
     with pytest.raises(RuntimeError, match=f"the cache in {tmp_path} {ANOTHER}"):
         pickle.loads(sent)
     if sys.platform != "win32":
@@ -687,6 +782,21 @@ def test_caches_go_where_the_environment_says(tmp_path, monkeypatch):
         found.add(folder.name)
     (name,) = found
     assert re.fullmatch("Samples-[0-9a-f]{16}", name)
+
+
+def test_without_a_home_directory_one_must_be_given(tmp_path, monkeypatch):
+    for name in ("HOME", "PARDATA_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # as of a user without an entry
+    with pytest.raises(ValueError, match=r"`directory` must be a path, but is '~/\.cache/pardata/"):
+        cache_dataset(Samples(pair))
+    assert len(cache_dataset(Samples(pair), tmp_path)) == 10
+
+
+def test_a_link_to_a_directory_that_is_not_there_makes_it(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "cache")
+    cache_dataset(Samples(pair), tmp_path / "link")
+    assert list(tmp_path.glob("disk/cache/pardata-files-*"))
 
 
 def test_data_sets_that_differ_have_folders_of_their_own(tmp_path, monkeypatch, told):

@@ -1,7 +1,9 @@
 """A checkpoint is written as a whole or an error on every rank, now and in the background."""
 
+import errno
 import os
 import shutil
+import stat
 import sys
 import threading
 import traceback
@@ -51,6 +53,48 @@ def test_a_checkpoint_is_synced_to_disk_before_it_is_renamed(tmp_path, monkeypat
     *before, last = synced
     assert set(before) == {inode(checkpoint), *map(inode, checkpoint.iterdir())}
     assert last == inode(tmp_path)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
+def test_a_disk_that_cannot_sync_folders_is_warned_of_once(
+    code, asynchronous, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr("pardata.environment._logger.logged_once", set())
+    on_disk = os.fsync
+
+    def of_files(opened):
+        if stat.S_ISDIR(os.fstat(opened).st_mode):
+            raise OSError(code, os.strerror(code))
+        on_disk(opened)
+
+    monkeypatch.setattr(os, "fsync", of_files)
+    checkpointer = Checkpointer(tmp_path, asynchronous=asynchronous)
+    save = lambda step: (checkpointer.save(step), checkpointer.wait())  # noqa: E731
+    if code == errno.EIO:
+        with pytest.raises(OSError, match=r"Input/output error, while saving step 1"):
+            save(1)
+        return
+    save(1)
+    save(2)
+    assert whole_steps(tmp_path) == [1, 2]
+    (said,) = (line.getMessage() for line in caplog.records if line.levelname == "WARNING")
+    assert said.startswith(f"this disk cannot sync folders ([Errno {code}] ")
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP])
+def test_a_file_that_cannot_be_synced_fails_the_save(code, tmp_path, monkeypatch):
+    on_disk = os.fsync
+
+    def of_folders(opened):
+        if stat.S_ISREG(os.fstat(opened).st_mode):
+            raise OSError(code, os.strerror(code))
+        on_disk(opened)
+
+    monkeypatch.setattr(os, "fsync", of_folders)
+    with pytest.raises(OSError, match="while saving step 1"):
+        Checkpointer(tmp_path).save(1)
+    assert (whole_steps(tmp_path), leftovers(tmp_path)) == ([], [])
 
 
 # How it begins, for one who writes, which returns how it ends; and what every rank is told.
@@ -195,6 +239,37 @@ def interrupt_and_save(directory):
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_save_after_an_interrupted_wait_waits_for_the_writer(size, tmp_path):
     assert run_caught(interrupt_and_save, tmp_path, world_size=size) == [([1, 2, 3], 3)] * size
+
+
+@pytest.mark.parametrize("begins", ["at once", "later", "never"])
+def test_a_save_after_an_interrupted_start_waits_for_the_writer(begins, tmp_path, monkeypatch):
+    start, rename, late = threading.Thread.start, Path.rename, []
+
+    def interrupted(thread):  # as Ctrl-C does in a call of `save`
+        if begins == "at once":
+            start(thread)
+        if begins == "later":
+            late.append(thread)
+        raise KeyboardInterrupt
+
+    def rename_late(path, target):
+        if target.name.endswith("1"):  # while the second save waits
+            until(lambda: "_directory.begin" in calls_of(threading.main_thread()))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename_late)
+    checkpointer = Checkpointer(tmp_path, asynchronous=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            checkpointer.save(1)
+    checkpointer.save(2)
+    for thread in late:  # which finds that there is nothing to do
+        start(thread)
+        thread.join()
+    checkpointer.wait()
+    steps = [1, 2] if begins == "at once" else [2]
+    assert (whole_steps(tmp_path), leftovers(tmp_path)) == (steps, [])
 
 
 CALLS = {

@@ -16,6 +16,7 @@ from logged import log_of
 from on_ranks import caught, run, run_caught
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.utils.data import DataLoader
 
 from pardata import (
     Checkpointer,
@@ -142,8 +143,12 @@ def save_values(directory, step, values):
     Checkpointer(directory).save(step, **values)
 
 
-class Position(Thing):
-    """Can be iterated, as a loader of torchdata can."""
+class Position(Thing, DataLoader):
+    """A loader with a state, as torchdata has one."""
+
+
+class Buffer(Thing):
+    """Can be iterated, and is no loader."""
 
     def __iter__(self):
         return iter(())
@@ -160,13 +165,13 @@ def save_a_run(directory, seed):
     model = Unwrapped([nn.Linear(2, 2).requires_grad_(False)])
     for parameter in model.parameters():
         parameter.zero_()
-    Checkpointer(directory).save(1, model=model, position=Position(3))
+    Checkpointer(directory).save(1, model=model, position=Position(3), buffer=Buffer(4))
 
 
 def restore_a_run(directory, *names):
     """Return whether the generators were left alone, the seed of dropout, and what the log says."""
     seed_everything(8)
-    things = {"model": Unwrapped([nn.Linear(2, 2)]), "position": Position()}
+    things = {"model": Unwrapped([nn.Linear(2, 2)]), "position": Position(), "buffer": Buffer()}
     torch.manual_seed(70 + world().rank)
     expected = torch.rand(1, generator=torch.Generator().manual_seed(70 + world().rank))
     with log_of("pardata", logging.INFO) as log:
@@ -180,7 +185,7 @@ def test_restore_without_a_loader_leaves_the_generators_alone(tmp_path):
         run(save_a_run, tmp_path / str(size), 5, world_size=size)
     seed = {number: seed_under(number, calls) for number, calls in [(5, 1), (8, 0)]}
     for size, before in [(1, 1), (2, 2), (3, 2), (1, 2)]:
-        for names in [("model",), ()]:
+        for names in [("model", "buffer"), ()]:
             found = run(restore_a_run, tmp_path / str(before), *names, world_size=size)
             for rank, (left, next_seed, lines) in enumerate(found):
                 assert (left, next_seed, lines) == (True, seed[8][rank], [])

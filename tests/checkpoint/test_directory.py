@@ -1,6 +1,7 @@
 """Two runs in one directory: the newer one writes, the older is told. Names, and what is kept."""
 
 import contextlib
+import multiprocessing
 import os
 import shutil
 import tempfile
@@ -8,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from common_checkpoint import leftovers, limited, paths, save_steps, whole_steps
+from common_checkpoint import leftovers, paths, save_steps, whole_steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from on_ranks import caught, run_caught
 
 from pardata import Checkpointer
 from pardata.checkpoint import _directory as folders
@@ -32,6 +34,7 @@ class Writer(CheckpointDirectory):
 
     def act(self, action, step=None):
         """Return the path of the checkpoint that was finished, if one was."""
+        self.look()  # as a run that restores before its first save
         begun, self.begun = self.begun, None
         if action in ("begin", "write"):
             begun = self.begin(step)
@@ -42,12 +45,12 @@ class Writer(CheckpointDirectory):
             return None
         if action == "fail":
             with contextlib.suppress(OSError):
-                self.finish({"step": self._name.step}, lose_a_part)
+                self.finish(begun, {"step": self._name.step}, lose_a_part)
             return None
         state = begun / "state.pt"
         text = f"{id(self)} {self._name.step}"
-        self.finish({"step": self._name.step}, lambda: {"state.pt": save(text, state)})
-        return self._directory / str(self._name)
+        self.finish(begun, {"step": self._name.step}, lambda: {"state.pt": save(text, state)})
+        return self.directory / str(self._name)
 
 
 def lose_a_part():
@@ -117,6 +120,26 @@ def test_a_best_that_is_damaged_or_never_had_the_value_is_none(tmp_path):
     for step in (3, 4, 5):
         again.save(step, accuracy=1)
     assert whole_steps(tmp_path) == [3, 5]
+
+
+def restore_best(directory):
+    for accuracy in (0.9, 0.5):  # the second as a run that resumed from an older step
+        checkpointer = Checkpointer(directory, keep=1, keep_best="accuracy")
+        checkpointer.save(5, accuracy=accuracy)
+    found = [checkpointer.restore(at=at).values["accuracy"] for at in ("best", 5, None)]
+    plain, other = Checkpointer(directory), Checkpointer(directory, keep_best="-loss")
+    errors = [caught(lambda c=c: c.restore(at="best")) for c in (plain, other)]
+    return found, checkpointer.steps(), [str(error) for error in errors]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_best_is_restored_where_its_step_came_again(size, tmp_path):
+    for found, steps, (plain, other) in run_caught(restore_best, tmp_path, world_size=size):
+        assert (found, steps) == ([0.9, 0.5, 0.5], [5])
+        told = "`at` must be a step without `keep_best`, but is 'best': pass both"
+        assert plain.endswith(f"ValueError: {told}")
+        told = f"is best: {tmp_path} has 5, without the value of `keep_best`"
+        assert other.endswith(f"`at` must be a saved step, but {told}")
 
 
 def test_a_new_attempt_removes_what_the_last_one_was_killed_over(tmp_path):
@@ -190,23 +213,56 @@ def test_a_run_writes_on_in_a_directory_that_was_emptied(tmp_path):
     assert whole_steps(directory) == [2]
 
 
-def test_one_that_cannot_write_its_name_takes_nothing_over(tmp_path):
-    writer, other = Writer(tmp_path), Writer(tmp_path)
-    writer.act("write", 1)
-    end = limited(20)
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            other.act("begin", 2)
-    finally:
-        end()
-    writer.act("write", 2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        *map(str, checkpoint_names(tmp_path)),
-        "owner",
-    ]
-    other.act("begin", 3)
-    with pytest.raises(RuntimeError, match="this run is the older one"):
-        writer.act("write", 3)
+def save_at_once(directories, gate, pipe):
+    results = []
+    for directory in directories:
+        checkpointer = Checkpointer(directory)
+        gate.wait(60)
+        results.append(str(caught(checkpointer.save, 1)))
+        gate.wait(60)
+    pipe.send(results)
+
+
+def test_of_runs_that_begin_at_once_exactly_one_saves(tmp_path):
+    directories = [tmp_path / str(number) for number in range(40)]
+    for directory in directories[20:]:
+        save_steps(directory, 1)  # so that there is an owner to replace
+    context = multiprocessing.get_context("forkserver")
+    (here, there), gate = multiprocessing.Pipe(), context.Barrier(3)
+    runs = [context.Process(target=save_at_once, args=(directories, gate, there)) for _ in range(3)]
+    for each in runs:
+        each.start()
+    told = zip(*[here.recv() for _ in runs], strict=True)
+    for each in runs:
+        each.join()
+    for directory, results in zip(directories, told, strict=True):
+        saved, *others = sorted(results, key=len)
+        assert saved == "None"
+        assert all("RuntimeError: one run at a time must write to" in text for text in others)
+        assert leftovers(directory) == []
+        assert whole_steps(directory) == ([1, 1] if int(directory.name) >= 20 else [1])
+
+
+def test_a_run_that_saw_nobody_saves_nothing_after_another_until_it_restores(tmp_path):
+    first, second = Checkpointer(tmp_path), Checkpointer(tmp_path)
+    first.save(1)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=rf"has begun \(process {os.getpid()} on "):
+            second.save(2)
+    first.save(3)
+    assert second.restore().step == 3
+    second.save(4)
+    with pytest.raises(RuntimeError, match="this run is the older one and must end"):
+        first.save(5)
+    assert whole_steps(tmp_path) == [1, 3, 4]
+
+
+def test_a_link_to_a_folder_that_is_not_there_makes_it(tmp_path):
+    link = tmp_path / "run"
+    link.symlink_to(tmp_path / "disk" / "run")
+    assert not Checkpointer(link).restore()
+    save_steps(link, 1)
+    assert whole_steps(tmp_path / "disk" / "run") == [1]
 
 
 ACTIONS = st.lists(
@@ -228,14 +284,14 @@ def test_however_several_runs_interleave_the_newest_alone_adds_and_removes(actio
                 continue
             before = checkpoint_names(directory)
             writer = writers[number]
-            claims = not writer._has_begun
+            claims = writer._last != writer._me
             try:
                 finished = writer.act(action, step)
             except RuntimeError:
                 assert writer is not newest
                 assert checkpoint_names(directory) == before
                 continue
-            newest = writer if claims and writer._has_begun else newest
+            newest = writer if claims and writer._last == writer._me else newest
             assert writer is newest or checkpoint_names(directory) == before
             if finished is not None:
                 contents[finished] = f"{id(writer)} {writer._name.step}"

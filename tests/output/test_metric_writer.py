@@ -2,6 +2,7 @@
 
 import json
 import logging
+import multiprocessing
 import sys
 import time
 
@@ -89,6 +90,66 @@ def test_lines_of_later_steps_are_moved_to_another_file(after, left, moved, tmp_
     (said,) = (each for each in caplog.records if "moved" in each.getMessage())
     assert said.levelname == "WARNING"
     assert f"moved {len(moved) + 1} of 5 lines of {directory}/metrics.jsonl" in said.getMessage()
+
+
+# --- several writers, links and modes ---
+
+
+def test_writers_of_one_directory_keep_each_others_lines(tmp_path):
+    with MetricWriter(tmp_path) as train, MetricWriter(tmp_path, after=9) as other:
+        train.write(1, {"loss": 1})
+        other.write(5, {"acc": 1})
+        with MetricWriter(tmp_path, after=1) as again:  # its line 5 goes
+            train.write(2, {"loss": 2})
+            other.write(3, {"acc": 2})
+            again.write(4, {"x": 1})
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4]
+
+
+LONG = "x" * 20_000  # longer than the buffers of a file
+
+
+def _write_many(directory, gate):
+    sys.modules["torch.utils.tensorboard"] = None
+    with MetricWriter(directory) as writer:
+        gate.wait(60)
+        for step in range(30):
+            writer.write(step, {LONG: 1})
+
+
+def test_processes_append_whole_lines_to_one_file(tmp_path):
+    context = multiprocessing.get_context("forkserver")
+    job = tmp_path, context.Barrier(3)
+    writers = [context.Process(target=_write_many, args=job) for _ in range(3)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert sorted(line["step"] for line in lines(tmp_path)) == sorted([*range(30)] * 3)
+
+
+@pytest.mark.parametrize("after", [None, 1])
+@pytest.mark.usefixtures("_no_tensorboard")
+def test_a_link_and_the_mode_of_the_file_stay(after, tmp_path):
+    real = tmp_path / "elsewhere.jsonl"
+    real.write_text('{"step": 1}\n{"step": 2}\n' + HALF)
+    real.chmod(0o600)
+    (tmp_path / "run").mkdir()
+    link = tmp_path / "run" / "metrics.jsonl"
+    link.symlink_to(real)
+    with MetricWriter(tmp_path / "run", after=after) as writer:
+        writer.write(3, {})
+    assert link.is_symlink()
+    steps = [1, 2, 3] if after is None else [1, 3]
+    assert [json.loads(line)["step"] for line in real.read_text().splitlines()] == steps
+    removed = tmp_path / "run" / "metrics.removed.jsonl"
+    assert [oct(path.stat().st_mode)[-3:] for path in (real, removed)] == ["600", "600"]
+
+
+def test_a_link_to_a_directory_that_is_not_there_makes_it(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "run")
+    MetricWriter(tmp_path / "link").write(1, {})
+    assert lines(tmp_path / "disk" / "run") == [{"step": 1}]
 
 
 # --- TensorBoard ---

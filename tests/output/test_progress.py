@@ -12,6 +12,7 @@ from forked import python
 from on_ranks import run
 
 from pardata import make_loader, progress
+from pardata.environment._logger import flush_output
 
 
 class FakeTime:
@@ -42,6 +43,24 @@ def written(capsys):
 
 
 # --- lines ---
+
+
+class Lines:
+    """A stream of the user's that can be written to, and nothing more."""
+
+    def __init__(self):
+        self.text = ""
+
+    def write(self, text):
+        self.text += text
+
+
+def test_a_stream_that_can_only_be_written_to_gets_the_lines(clock):
+    with redirect_stderr(Lines()) as stream:
+        flush_output()  # as at the end of a process
+        for _ in progress(range(2), "epoch"):
+            clock.now += 1
+    assert stream.text == "epoch: 2/2 in 2.0 s\n"
 
 
 def test_without_a_terminal_progress_prints_every_ten_seconds(clock, capsys):

@@ -222,6 +222,8 @@ def what_a_run_leaves_behind(loader: pardata.Loader, loss: Tensor) -> None:
         assert_type(saver, pardata.Checkpointer)
         saver.save(1, model=nn.Linear(2, 2), loader=loader, best=0.5, history=[1.0])
         restored = saver.restore(model=nn.Linear(2, 2), at=saver.steps()[-1])
+        saver.restore(at="best")
+        saver.restore(at="worst")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]  # one of several
         assert_type(restored, pardata.Restored)
         assert_type(restored.step, int)
         assert_type(restored.values, dict[str, Any])

@@ -146,7 +146,8 @@ def _default_directory(dataset: Any, source: dict[str, Any]) -> Path:
     """Return the default directory of the cache of this source."""
     root = os.environ.get("PARDATA_CACHE")
     below = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "pardata")
-    return below.expanduser() / f"{type(dataset).__name__}-{content_hash(source)}"
+    place = os.path.expanduser(below)  # noqa: PTH111  # "~" stays without a home directory
+    return Path(place, f"{type(dataset).__name__}-{content_hash(source)}")
 
 
 def build_if_missing(dataset: Any, files: CacheManifest, workers: int) -> None:
@@ -180,7 +181,7 @@ def _locked(directory: Path) -> Iterator[bool]:
 
     The operating system releases the lock if the process dies.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    directory.resolve().mkdir(parents=True, exist_ok=True)  # the target of a link
     has_lock = False
     with (directory / _LOCK).open("a") as file:
         # Windows and some file systems have no locks. `rank_zero_first` still lets one rank of a
@@ -240,7 +241,7 @@ def _common_shape(path: Path, sizes: Sequence[int], length: int) -> list[int] | 
 
 
 def _publish(unfinished: Path, files: CacheManifest, shapes: dict[str, Any]) -> None:
-    """Rename the finished folder, so that it becomes the cache, and remove older caches.
+    """Rename the finished folder, so that it becomes the cache, and remove older versions of it.
 
     If another process has published a valid cache first, that stays.
     """
@@ -259,6 +260,14 @@ def _publish(unfinished: Path, files: CacheManifest, shapes: dict[str, Any]) -> 
             return
         shutil.rmtree(final, ignore_errors=True)  # a damaged cache of the same source
         unfinished.rename(final)
-    for older in final.parent.glob(_FILES + "*"):
-        if older != final:
-            shutil.rmtree(older, ignore_errors=True)  # its readers keep their mappings
+    for other in final.parent.glob(f"{_FILES}*/{_SOURCE}"):
+        with suppress(OSError, ValueError, TypeError, KeyError):  # a damaged file may hold anything
+            if other.parent != final and _is_older(json.loads(other.read_text()), facts):
+                shutil.rmtree(other.parent, ignore_errors=True)  # its readers keep their mappings
+
+
+def _is_older(old: dict[str, Any], new: dict[str, Any]) -> bool:
+    """Whether a signature is that of the same dataset before it was changed, not of another one."""
+    same = [was == now for was, now in zip(old["contents"], new["contents"], strict=False)]
+    is_alike = all(old[fact] == new[fact] for fact in ("length", "class", "indices"))
+    return is_alike and (old["listed"] == new["listed"] != "" or sum(same) > len(same) / 2)

@@ -15,6 +15,7 @@ from pardata.cache._source import class_name, from_tensors, is_numbers, num_deco
 from pardata.collectives._barrier import rank_zero_first
 from pardata.data._batch import Ragged
 from pardata.data._batched_read import BatchReadable
+from pardata.data._held_objects import listed_samples
 from pardata.environment._world import require_world, store_client
 from pardata.rng._rng_state import fork_rng
 from pardata.store._round import Facts, compare_facts
@@ -31,7 +32,8 @@ def cache_dataset(
     `make_loader` reads it by whole batches, some hundred times as fast. All ranks and workers of a
     node share one copy of the pages, and the next run finds the files. Several processes build
     them, with a progress bar; all files appear at once when complete. They are built again if the
-    source has changed: its length, class or transform, or what 8 of its samples contain.
+    source has changed: its length, class or transform, or what 8 of its samples contain. Or what it
+    lists: files, indices, labels, in attributes with an entry for each sample.
 
     Samples are what the dataset returns, in dicts, lists and tuples: tensors, arrays, numbers,
     lists of numbers, bytes and images. Images become uint8 tensors of shape (bands, height, width).
@@ -46,16 +48,18 @@ def cache_dataset(
 
     Args:
         dataset: map-style, with ``__getitem__`` and ``__len__``.
-        directory: where the files go, one directory for each dataset. Other files in it are left
-            alone. By default it is a folder below ``$PARDATA_CACHE``, or else in the user's cache
-            directory. Its name has a hash of the dataset's length, class, transform and contents,
-            so a changed dataset gets another folder. The old one stays until you remove it.
+        directory: where the files go. Several datasets may share it, and other files stay. A build
+            removes older versions of its dataset. Such a version has the same class, length and
+            ``Subset``. It lists the same, or most of the 8 samples are the same. By default it is a
+            folder below ``$PARDATA_CACHE``, or else in the user's cache directory. Its name has a
+            hash of all that is compared. That of an older version stays until you remove it.
         num_workers: processes that decode; ``"auto"`` takes the cores of the node.
 
     Raises:
         TypeError: the dataset has no indices.
         ValueError: the dataset is empty, or a sample, which it names, has other parts, dtypes or
-            numbers of dimensions than the first.
+            numbers of dimensions than the first. Or no `directory` is given and there is no home
+            directory.
         RuntimeError: a sample, which it names, cannot be read, or a part of it cannot be stored. Or
             ranks disagree.
         OSError: the directory is a file, or the disk is full or not writable. A cache that was
@@ -76,7 +80,8 @@ def cache_dataset(
             workers = num_decoders(num_workers, dataset, world)
             files, first = manifest_of(dataset, directory)
             found.append((files, first, workers))
-            return {"the class": class_name(dataset), "the length": files.source["length"]}
+            facts = {"the class": class_name(dataset), "the length": files.source["length"]}
+            return {**facts, "the listed samples": listed_samples(dataset)}
 
         cure = "Pass the same dataset on every rank."
         compare_facts(store_client(), "cache_dataset", look, cure)
@@ -104,8 +109,8 @@ class CachedDataset(BatchReadable):
             self._columns = files.columns()
         except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:  # gone, damaged
             raise RuntimeError(
-                f"the cache in {self.directory} must be of this dataset, but is of another or "
-                f"gone: give each dataset a directory of its own, and call cache_dataset again"
+                f"the cache in {self.directory} must be of this dataset, but is of another version "
+                f"or gone: call cache_dataset again, with the same dataset on every rank"
             ) from error
         self._sample: Any = first
         self._sample = self[0]  # a copy, which does not keep the source's memory alive

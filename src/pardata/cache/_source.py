@@ -1,6 +1,6 @@
 """The source dataset of a cache: its signature, its samples as tensors.
 
-Does not see a change of the source that shows in none of its 8 probed samples.
+Does not see a change of the source that shows in none of its lists, nor of its 8 probed samples.
 """
 
 import re
@@ -14,6 +14,7 @@ from torch.utils.data import Subset
 from pardata._pytree import bytes_of, content_hash, keystr, leaves_with_path, map_with_path
 from pardata._validation import type_with_article
 from pardata.data._batched_read import datasets_in
+from pardata.data._held_objects import listed_samples
 from pardata.data._step_source import resolve_num_workers
 from pardata.environment._logger import get_logger
 from pardata.environment._world import World, cpus_per_rank
@@ -25,7 +26,7 @@ _log = get_logger(__name__)
 
 CHUNK = 64  # samples that a worker decodes at once
 _WORTH_WORKERS = 16 * CHUNK  # samples; with fewer, processes cost more than they bring
-_VERSION = 2
+_VERSION = 3
 _RANDOM = "the samples of %s differ at each reading: move random transforms to `batch_transform`"
 _LOOKED_AT = 8  # samples, spread evenly, whose contents are part of the signature
 _BANDS = ("L", "RGB", "RGBA", "CMYK", "YCbCr", "LA")  # image modes of 8 bits a band
@@ -66,8 +67,9 @@ def source_signature(dataset: Any) -> dict[str, Any]:
     if not (length := len(dataset)):
         raise ValueError("`dataset` must have a sample to be cached, but has none")
     is_random = is_lawless = False
+    listed, digests = listed_samples(dataset, floats=True), list[str]()
     subsets = [layer for layer in datasets_in(dataset) if isinstance(layer, Subset)]
-    digests = [content_hash(torch.as_tensor(subset.indices, device="cpu")) for subset in subsets]
+    indices = [content_hash(torch.as_tensor(subset.indices, device="cpu")) for subset in subsets]
     for index in sorted({i * (length - 1) // (_LOOKED_AT - 1) for i in range(_LOOKED_AT)}):
         digest, other = (content_hash(read_sample(dataset, index, seed)[1]) for seed in (0, 1))
         if digest != other:
@@ -76,14 +78,10 @@ def source_signature(dataset: Any) -> dict[str, Any]:
         digests.append(digest)
     if is_random:
         _log.warning(_RANDOM, type(dataset).__name__, ranks=[0])
-    return {
-        "version": _VERSION,
-        "length": length,
-        "class": class_name(dataset),
-        "transform": _transform_text(dataset),
-        # Contents that differ under one seed would differ in every run.
-        "contents": "random" if is_lawless else content_hash(digests),
-    }
+    facts = {"version": _VERSION, "length": length, "class": class_name(dataset)}
+    facts |= {"transform": _transform_text(dataset), "indices": indices, "listed": listed}
+    # Contents that differ under one seed would differ in every run.
+    return {**facts, "contents": [] if is_lawless else digests}
 
 
 def class_name(dataset: Any) -> str:

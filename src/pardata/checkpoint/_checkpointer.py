@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from textwrap import shorten
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 
@@ -43,13 +43,14 @@ class Checkpointer(FixedArguments, AbstractContextManager["Checkpointer"]):
     killed or a machine loses power at any moment, complete checkpoints stay as they were. A save
     writes new files, waits until they are on the disk, and then renames them. Two runs may write to
     one directory, for example if a job starts again before its last attempt has ended. Then the
-    older run gets an error and changes nothing more. Making a `Checkpointer` is not collective,
-    touches nothing, and is the same in a single process. As a context manager it waits at its end
-    for an asynchronous save.
+    older run gets an error and changes nothing more: that which was made, or last restored, before
+    the first save of the other. This holds for two objects in one process too. Making a
+    `Checkpointer` is not collective, changes nothing, and is the same in a single process. As a
+    context manager it waits at its end for an asynchronous save.
 
     Args:
-        directory: a folder on a disk that all nodes share. The first `save` makes it. A relative
-            path is one below the working directory of now.
+        directory: a folder on a disk that all nodes share. The first `save` makes it, or the target
+            of a link. A relative path is one below the working directory of now.
         keep: how many of the newest to keep. An older one goes once a newer one is complete.
         keep_best: also keep the one checkpoint with the highest value of this name. Give each
             `save` that value: ``save(step, model=model, accuracy=0.9)``. Write "accuracy", or
@@ -147,7 +148,7 @@ class Checkpointer(FixedArguments, AbstractContextManager["Checkpointer"]):
         contents |= {"generators": generators, "parameters": snapshot.parameters}
         self._start(world, step, snapshot, contents)
 
-    def restore(self, *, at: int | None = None, **objects: Any) -> Restored:
+    def restore(self, *, at: int | Literal["best"] | None = None, **objects: Any) -> Restored:
         """Give `objects` the state of the newest complete checkpoint. Collective.
 
         The strategy and the number of processes may differ from those of the save. `restore` skips
@@ -157,11 +158,12 @@ class Checkpointer(FixedArguments, AbstractContextManager["Checkpointer"]):
         If a loader is among `objects`, the run resumes. `restore` then also restores the seed of
         `seed_everything` and, if there are as many ranks as then, the default random generators of
         each rank. Without a loader it is a new run from old weights: `restore` leaves the seed and
-        the generators alone. A loader is what can be iterated and is no module: torchdata's
+        the generators alone. A loader is one of `make_loader`, or a ``DataLoader``: torchdata's
         ``StatefulDataLoader`` too.
 
         Args:
-            at: the step of the checkpoint to take, one of `steps`; the newest if not given.
+            at: the step of the checkpoint to take, one of `steps`, of which it takes the newest. Or
+                "best", the one that `keep_best` keeps. The newest of all if not given.
             objects: under the names by which they were saved, `per_rank` or not. You need not
                 restore all that was saved.
 
@@ -171,8 +173,8 @@ class Checkpointer(FixedArguments, AbstractContextManager["Checkpointer"]):
             Otherwise a warning names it: its values are missing, and its objects stay as they are.
 
         Raises:
-            ValueError: a name was not saved, or there is no checkpoint of step `at`. Or the
-                directory is one checkpoint itself.
+            ValueError: a name was not saved, or there is no checkpoint of step `at`. Or `at` is
+                "best" without `keep_best`, or the directory is one checkpoint itself.
             TypeError: an object is a value; `restore` returns those.
             RuntimeError: there are checkpoints and none is complete, or ranks differ. Or a state
                 does not fit its object, which the error names. Some objects may have their new
@@ -184,14 +186,13 @@ class Checkpointer(FixedArguments, AbstractContextManager["Checkpointer"]):
         at, templates = plain_number(at), Templates()
 
         def describe() -> dict[str, object]:
-            if at is not None:
-                check_int("at", at, least=0)
+            self._retention.check_at(at)
             check_stateful(objects)
             templates.update(sharding_templates(objects))
             return {**self._options, "at": at, "objects": list(objects)}
 
         compare_facts(store_client(), "Checkpointer.restore", describe, _CURE)
-        if (found := load_latest(world, self._directory, at)) is not None:
+        if (found := load_latest(world, self._folder, at)) is not None:
             return found.apply(world, objects, templates)
         _log.info("there is no checkpoint in %s: the run starts from step 0", self._directory)
         return Restored()
@@ -235,7 +236,7 @@ class Checkpointer(FixedArguments, AbstractContextManager["Checkpointer"]):
                 records[STATE] = save(contents, path / STATE)
             return records
 
-        work = partial(self._folder.finish, {"step": step, **snapshot.facts}, write)
+        work = partial(self._folder.finish, path, {"step": step, **snapshot.facts}, write)
         if self._asynchronous:
             what = f"the checkpoint of step {step}"
             self._background = BackgroundTask(work if world.is_main else write, what)
@@ -272,10 +273,10 @@ class BackgroundTask:
 
     def __init__(self, work: Callable[[], object], what: str) -> None:
         self._what, self._pid = what, os.getpid()
-        atexit.register(self._check_at_exit)
         executor = ThreadPoolExecutor(1, thread_name_prefix=f"pardata: {what}")
         self._future = executor.submit(work)
         executor.shutdown(wait=False)  # the thread ends after `work`
+        atexit.register(self._check_at_exit)
 
     def join(self) -> None:
         """Wait until `work` has ended."""

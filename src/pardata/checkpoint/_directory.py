@@ -5,9 +5,10 @@ Here are the names of checkpoints, in order, and the choice of those to remove.
 A checkpoint is written to a folder with a temporary name, synced to the disk, and renamed. So a
 folder with a checkpoint's name is complete, whenever a process is killed.
 
-A name begins with the number of the attempt, one above the highest in the directory. At its first
-save a writer writes its identity to the file `owner`. It reads that file before each rename and
-removal. So the older of two writers raises an error.
+A name begins with the number of the attempt, one above the highest in the directory. The folder
+`owner` holds one empty file, whose name is the identity of the writer. At its first save a writer
+renames the file that it saw when it was made or restored. Of several writers one can do so. Each
+opens its file before each rename and removal. So the older of two writers raises an error.
 """
 
 import os
@@ -19,7 +20,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from math import isnan
 from pathlib import Path
-from typing import Any, NamedTuple
+from threading import Lock
+from typing import Any, NamedTuple, TypeAlias
 
 from pardata._validation import check_int, check_text
 from pardata.checkpoint._manifest import Record, UnusableError, read_manifest, sync, write_manifest
@@ -27,7 +29,8 @@ from pardata.environment._logger import get_logger
 
 _log = get_logger(__name__)
 
-_OWNER = "owner"
+_Write: TypeAlias = Callable[[], Mapping[str, Record]]
+_OWNER, _NOBODY = "owner", "nobody"
 _UNFINISHED = ".unfinished-"  # the prefix of a folder that is being written or removed
 
 
@@ -62,22 +65,6 @@ def checkpoint_names(directory: Path, prefix: str = "") -> list[CheckpointName]:
     return sorted(filter(None, (CheckpointName.parse(e.removeprefix(prefix)) for e in entries)))
 
 
-def newest_first(directory: Path, at: int | None) -> list[CheckpointName]:
-    """Return the names of all checkpoints, or of those of a step, from the newest to the oldest."""
-    existing = checkpoint_names(directory)
-    if not existing and CheckpointName.parse(directory.name) is not None:
-        raise ValueError(
-            f"`directory` must be a run's, but {directory} is one checkpoint: pass its parent"
-        )
-    found = [name for name in reversed(existing) if at in (None, name.step)]
-    if not found and at is not None:
-        steps = ", ".join(str(step) for step in sorted({name.step for name in existing}))
-        raise ValueError(
-            f"`at` must be a saved step, but is {at}: {directory} has {steps or 'none'}"
-        )
-    return found
-
-
 class Retention:
     """Selects the checkpoints to remove, by the arguments of `Checkpointer`.
 
@@ -101,21 +88,27 @@ class Retention:
                 f"`{self._by}` must be a number for keep_best, not {value}: pass float(…), or None"
             )
 
-    def outdated(self, directory: Path, existing: list[CheckpointName]) -> list[CheckpointName]:
-        """Return the checkpoints to remove of `existing` ones, which are in order of age.
+    def check_at(self, at: object) -> None:
+        """Raise if `at` is no step, or the best one without `keep_best`."""
+        if at == "best" and self._by is None:
+            raise ValueError("`at` must be a step without `keep_best`, but is 'best': pass both")
+        if at not in (None, "best"):
+            check_int("at", at, least=0)
 
-        If several have the best value, the first of them is kept.
-        """
-        kept = set(existing[-self._keep :])
-        if self._by is not None:
-            scores: dict[CheckpointName, float] = {}
-            for name in existing:
-                # An unusable checkpoint, or removed in the meantime.
-                with suppress(UnusableError, OSError):
-                    value = read_manifest(directory / str(name))["numbers"].get(self._by)
-                    if value is not None and not isnan(value):
-                        scores[name] = self._sign * value
-            kept.update([max(scores, key=lambda name: scores[name])] if scores else [])
+    def best(self, directory: Path, existing: list[CheckpointName]) -> list[CheckpointName]:
+        """Return the checkpoint with the best value, the first of several, or nothing."""
+        scores: dict[CheckpointName, float] = {}
+        for name in existing if self._by is not None else ():
+            # An unusable checkpoint, or removed in the meantime.
+            with suppress(UnusableError, OSError):
+                value = read_manifest(directory / str(name))["numbers"].get(self._by)
+                if value is not None and not isnan(value):
+                    scores[name] = self._sign * value
+        return [max(scores, key=lambda name: scores[name])] if scores else []
+
+    def outdated(self, directory: Path, existing: list[CheckpointName]) -> list[CheckpointName]:
+        """Return the checkpoints to remove of `existing` ones, which are in order of age."""
+        kept = {*existing[-self._keep :], *self.best(directory, existing)}
         return [name for name in existing if name not in kept]
 
 
@@ -128,93 +121,130 @@ class CheckpointDirectory:
     """
 
     def __init__(self, directory: Path, retention: Retention) -> None:
-        self._directory = directory
+        self.directory = directory
         self._retention = retention
-        since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        self._token = os.urandom(8).hex()  # two objects in one process differ in it
-        self._me = f"process {os.getpid()} on {socket.gethostname()}, since {since}\n{self._token}"
-        # After an error about a newer owner, another save must not make this one the owner.
-        self._has_begun = False
+        since, number = time.strftime("%Y-%m-%d %H.%M.%S %z"), os.urandom(8).hex()
+        self._me = f"process {os.getpid()} on {socket.gethostname()}, since {since}, {number}"
+        self._owner = directory / _OWNER
+        self._last = _NOBODY  # the owner that this run may replace, then this run
         self._name = CheckpointName(0, 0)  # until the first save
         self._began = 0.0
+        self._writing = Lock()  # held by a thread that is unknown to the saver after Ctrl-C
+        self.look()
+
+    def __reduce__(self) -> Any:  # a copy in another process is another writer
+        return type(self), (self.directory, self._retention)
+
+    def look(self) -> None:
+        """Note who is the owner now: if another run replaces it, `begin` raises."""
+        if self._last != self._me:
+            self._last = self._current_owner()
 
     @property
     def _unfinished(self) -> Path:
-        return self._directory / f"{_UNFINISHED}{self._name}"
+        return self.directory / f"{_UNFINISHED}{self._name}"
+
+    def newest_first(self, at: int | str | None) -> list[CheckpointName]:
+        """Return the names of the checkpoints at `at`, from the newest to the oldest."""
+        self.look()
+        existing = checkpoint_names(self.directory)
+        if not existing and CheckpointName.parse(self.directory.name) is not None:
+            what = f"must be a run's, but {self.directory} is one checkpoint: pass its parent"
+            raise ValueError(f"`directory` {what}")
+        best = self._retention.best(self.directory, existing) if at == "best" else []
+        found = best or [name for name in reversed(existing) if at in (None, name.step)]
+        if not found and at is not None:
+            steps = ", ".join(str(step) for step in sorted({name.step for name in existing}))
+            steps += ", without the value of `keep_best`" if steps and at == "best" else ""
+            what = f"must be a saved step, but is {at}: {self.directory} has {steps or 'none'}"
+            raise ValueError(f"`at` {what}")
+        return found
 
     def begin(self, step: int) -> Path:
         """Create and return the temporary folder of a checkpoint."""
         self._began = time.perf_counter()
-        with self._cleaned_after_errors(step):
-            existing = checkpoint_names(self._directory)
-            if not self._has_begun:
-                self._directory.mkdir(parents=True, exist_ok=True)
-                self._write_owner()
+        with self._writing, self._cleaned_after_errors(step):
+            if self._last != self._me:
+                self._claim()
             self._check_owner()
+            existing = checkpoint_names(self.directory)
             # Temporary folders of a run that was killed, or still writes.
-            stale = checkpoint_names(self._directory, _UNFINISHED)
+            stale = checkpoint_names(self.directory, _UNFINISHED)
             attempt = self._name.attempt
             if attempt == 0 or step <= self._name.step:
                 # A repeated step gets a new attempt, so that the later checkpoint is the newest.
                 attempt = 1 + max((name.attempt for name in (*existing, *stale)), default=0)
             for name in stale:
-                shutil.rmtree(self._directory / f"{_UNFINISHED}{name}", ignore_errors=True)
-            self._name = CheckpointName(attempt, step)
-            self._unfinished.mkdir()
+                shutil.rmtree(self.directory / f"{_UNFINISHED}{name}", ignore_errors=True)
+            name = CheckpointName(attempt, step)
+            (self.directory / f"{_UNFINISHED}{name}").mkdir()
+            self._name = name  # from now on the folder is removed after an error
             return self._unfinished
 
-    def finish(self, facts: dict[str, Any], write: Callable[[], Mapping[str, Record]]) -> None:
+    def finish(self, path: Path, facts: dict[str, Any], write: _Write) -> None:
         """Write the manifest, rename the temporary folder, and remove old checkpoints.
 
         Args:
+            path: the temporary folder. If another one was begun since, this does nothing.
             facts: entries of the manifest.
             write: writes the files, and returns their records.
         """
         step: int = facts["step"]
-        with self._cleaned_after_errors(step):
+        with self._writing, self._cleaned_after_errors(step):
+            if path != self._unfinished:
+                return
             size = write_manifest(self._unfinished, facts, write())
             self._check_owner()
-            self._unfinished.rename(self._directory / str(self._name))
-            sync(self._directory)
+            self._unfinished.rename(self.directory / str(self._name))
+            sync(self.directory)
             self._prune()
-        figures = step, self._directory, size / 1e6, time.perf_counter() - self._began
+        figures = step, self.directory, size / 1e6, time.perf_counter() - self._began
         _log.info("pardata saved step %d to %s, %.1f MB in %.2f s", *figures)
 
     def _prune(self) -> None:
         self._check_owner()
-        for name in self._retention.outdated(self._directory, checkpoint_names(self._directory)):
+        for name in self._retention.outdated(self.directory, checkpoint_names(self.directory)):
             # Renamed first: a half-removed folder must not have a checkpoint's name.
-            removed = self._directory / f"{_UNFINISHED}{name}"
+            removed = self.directory / f"{_UNFINISHED}{name}"
             with suppress(FileNotFoundError):  # the older run removes it at the same time
-                (self._directory / str(name)).rename(removed)
+                (self.directory / str(name)).rename(removed)
             shutil.rmtree(removed, ignore_errors=True)
 
-    def _write_owner(self) -> None:
-        draft = self._directory / f".{_OWNER}-{self._token}"
-        try:
-            draft.write_text(self._me)
-            draft.replace(self._directory / _OWNER)
-        finally:
-            draft.unlink(missing_ok=True)
-        self._has_begun = True
+    def _current_owner(self) -> str:
+        return next((file.name for file in self._owner.glob("process *")), _NOBODY)
+
+    def _claim(self) -> None:
+        """Become the owner after `_last`. An `OSError` is raised if another run was first."""
+        if not self.directory.exists():
+            self.directory.resolve().mkdir(parents=True, exist_ok=True)  # the target of a link
+        if self._last != _NOBODY and self._owner.exists():
+            (self._owner / self._last).rename(self._owner / self._me)
+        else:
+            draft = self.directory / f".{_OWNER}-{self._me}"
+            try:
+                draft.mkdir()
+                (draft / self._me).touch()
+                draft.rename(self._owner)
+            finally:
+                shutil.rmtree(draft, ignore_errors=True)
+        self._last = self._me
 
     def _check_owner(self) -> None:
         """Raise if another run has become the owner, or the directory is gone."""
-        owner = self._directory / _OWNER
-        if self._directory.is_dir() and not owner.exists():
-            self._write_owner()  # somebody has emptied the directory
-        try:
-            text = owner.read_text(errors="ignore")
-        except FileNotFoundError:
-            raise FileNotFoundError(
-                f"{self._directory} must stay, but is gone: was it removed, or its disk unmounted?"
-            ) from None
-        if text != self._me:
-            who = text.partition("\n")[0]
+        with suppress(FileNotFoundError, NotADirectoryError):
+            (self._owner / self._last).open().close()  # from a network disk, not from a cache
+            return
+        if (now := self._current_owner()) not in (_NOBODY, self._last):
+            who = now.rpartition(",")[0]
             raise RuntimeError(
-                f"one run at a time must write to {self._directory}, but another one has begun "
+                f"one run at a time must write to {self.directory}, but another one has begun "
                 f"({who}): this run is the older one and must end; give each a directory of its own"
             )
+        if self._last == self._me:
+            if not self.directory.is_dir():
+                what = "must stay, but is gone: was it removed, or its disk unmounted?"
+                raise FileNotFoundError(f"{self.directory} {what}")
+            self._claim()  # somebody has emptied the directory
 
     @contextmanager
     def _cleaned_after_errors(self, step: int) -> Iterator[None]:
@@ -224,10 +254,9 @@ class CheckpointDirectory:
         except BaseException as error:
             shutil.rmtree(self._unfinished, ignore_errors=True)
             if isinstance(error, OSError):
-                if self._has_begun:
-                    self._check_owner()  # a newer owner explains the error
+                self._check_owner()  # a newer owner explains the error
                 if error.errno is not None:
                     text = f"{error.strerror}, while saving step {step}: earlier checkpoints"
-                    text += f" are still in {self._directory}"
+                    text += f" are still in {self.directory}"
                     raise OSError(error.errno, text, error.filename) from error
             raise

@@ -3,6 +3,7 @@
 Does not decide which checkpoint is the newest: see `_directory`.
 """
 
+import errno
 import hashlib
 import io
 import json
@@ -13,10 +14,15 @@ from typing import Any, TypeAlias
 
 import torch
 
+from pardata.environment._logger import get_logger
+
 FORMAT = 1
 STATE = "state.pt"
 
+_log = get_logger(__name__)
+
 _MANIFEST = "manifest.json"
+_UNSYNCED = "this disk cannot sync folders (%s): a power cut may lose the last checkpoint"
 
 
 class UnusableError(RuntimeError):
@@ -136,5 +142,10 @@ def sync(*paths: Path) -> None:
         opened = os.open(path, os.O_RDONLY)
         try:
             os.fsync(opened)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
+                raise
+            # SMB and some FUSE file systems cannot do it.
+            _log.warning(_UNSYNCED, error, once=True)
         finally:
             os.close(opened)

@@ -15,10 +15,11 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.serialization import safe_globals
+from torch.utils.data import DataLoader
 
 from pardata._pytree import KeyPath, is_custom_container, map_with_path
 from pardata.checkpoint import _dcp as shards
-from pardata.checkpoint._directory import newest_first
+from pardata.checkpoint._directory import CheckpointDirectory
 from pardata.checkpoint._manifest import STATE, UnusableError, verified
 from pardata.checkpoint._snapshot import parameter_names
 from pardata.collectives._barrier import rank_zero_call
@@ -100,22 +101,22 @@ class LoadedCheckpoint(NamedTuple):
         self._require(things)
         trees = self.trees_of(things, values, templates)
         # With a loader among the objects the run resumes. Without one only weights are restored.
-        bare = [one for one in things.values() if not isinstance(one, nn.Module)]
-        resumes, is_alike = any(hasattr(one, "__iter__") for one in bare), len(saved) == world.size
+        loaders = [one for one in things.values() if isinstance(one, Loader | DataLoader)]
+        is_alike = len(saved) == world.size
 
         def load() -> None:
             self._check_parameters(things)
             for name, thing in things.items():
                 _load(name, thing, trees[name])
-            if resumes:
+            if loaders:
                 states, start = saved[world.rank if is_alike else 0]
                 set_rng_state(states, world.device, only_seed=not is_alike)
-                for loader in (one for one in bare if isinstance(one, Loader)):
+                for loader in (one for one in loaders if isinstance(one, Loader)):
                     loader.cursor.generators = (start, states) if is_alike and start else None
 
         exchange(store_client(), "Checkpointer.restore (loading)", load)
         self._report(world, unavailable)
-        if resumes and not is_alike:
+        if loaders and not is_alike:
             text = "the seed is restored, but no random generators: %d process(es) saved theirs"
             _log.info(f"{text}, and there are %d now", len(saved), world.size)
         return Restored(self.manifest["step"], {n: trees[n] for n in values}, _was_found=True)
@@ -171,26 +172,28 @@ class LoadedCheckpoint(NamedTuple):
         return map_with_path(trees, place, is_leaf=is_custom_container)
 
 
-def load_latest(world: World, directory: Path, at: int | None) -> LoadedCheckpoint | None:
-    """Read the newest complete checkpoint, of step `at` if given, or return None. Collective.
+def load_latest(
+    world: World, folder: CheckpointDirectory, at: int | str | None
+) -> LoadedCheckpoint | None:
+    """Read the newest complete checkpoint, at `at` if given, or return None. Collective.
 
     Raises:
-        ValueError: there is no checkpoint of the step, or `directory` is a checkpoint itself.
+        ValueError: there is no checkpoint of the step, or the directory is a checkpoint itself.
         RuntimeError: there are checkpoints and none is complete, or some ranks do not see the
             files.
     """
     skipped = ""
-    for name in rank_zero_call(newest_first, directory, at):
-        path = directory / str(name)
+    for name in (names := rank_zero_call(folder.newest_first, at)):
+        path = folder.directory / str(name)
         found = _looked_at(world, path, name.step)
         if isinstance(found, LoadedCheckpoint):
             return found
         skipped += f"\n  {name}: {found}"
         _log.warning("checkpoint %s was skipped because %s", path, found, ranks=[0])
     if skipped:
-        those = "checkpoints" if at is None else f"checkpoints of step {at}"
+        those = "checkpoints" if at is None else f"checkpoints of step {names[0].step}"
         raise RuntimeError(
-            f"one of the {those} in {directory} must be complete, but none is:{skipped}\n"
+            f"one of the {those} in {folder.directory} must be complete, but none is:{skipped}\n"
             f"Put a copy back, or remove them to begin anew"
         )
     return None

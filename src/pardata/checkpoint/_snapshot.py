@@ -81,14 +81,10 @@ class Snapshot:
             self.trees = map_with_path(self.trees, _copied, is_leaf=is_custom_container)
         copies.wait()
         self.per_rank = {name: self.trees.pop(name) for name in per_rank}
-        self.facts = {
-            "values": values,
-            "per_rank": list(per_rank),
-            "numbers": {n: objects[n] for n in values if type(objects.get(n)) in (int, float)},
-            "pardata": __version__,
-            "torch": str(torch.__version__),
-            "processes": world.size,
-        }
+        numbers = {n: objects[n] for n in values if type(objects.get(n)) in (int, float)}
+        self.facts: dict[str, Any] = {"values": values, "per_rank": list(per_rank)}
+        self.facts |= {"numbers": numbers, "processes": world.size}
+        self.facts |= {"pardata": __version__, "torch": str(torch.__version__)}
 
     def _digest(self, at: KeyPath) -> Callable[[Tensor], str] | None:
         """Return the function whose text of a tensor the ranks compare, None for buffers."""

@@ -2,20 +2,26 @@
 
 import hashlib
 import io
+import math
 import random
+import re
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import chain, islice
 from pathlib import PurePath
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
+from pardata._pytree import content_hash
 from pardata.data._batched_read import datasets_in
 from pardata.rng._rng_state import numpy_or_none
 
-_SOME = 1000  # the maximum number of entries of a list that are hashed
+_MOST_BYTES, _MOST_NUMBERS = 2**28, 2**22  # hashed of an array, and of a nested list
+_MANY = 100  # items of a collection whose items are not looked at
 _DEEPEST = 5  # the maximum depth of attributes and items
 # Classes of file handles that a forked process shares with its parent, by module.
 _HANDLES = {"zipfile": "ZipFile", "tarfile": "TarFile", "sqlite3": "Connection", "h5py": "File"}
@@ -46,27 +52,48 @@ def open_files(name: str, holder: Any) -> Iterator[str]:
     return _paths(name, holder, is_open)
 
 
-def listed_samples(dataset: Any) -> str:
+def listed_samples(dataset: Any, *, floats: bool = False) -> str:
     """Return a hash of what a dataset lists: files, indices, labels, and the numbers of classes.
 
-    It looks at lists and vectors with an entry for each sample, and at dicts that number classes.
-    It hashes only the last name of a path, because nodes may keep the files in different folders.
+    It looks at lists, vectors and columns of tables with an entry for each sample, and at dicts
+    that number classes. It hashes only the last name of a path, because nodes may keep the files in
+    different folders. Of lists with more than 16 numbers for each sample it hashes every nth entry.
+
+    Args:
+        dataset: the datasets in its attributes count too.
+        floats: whether to hash also floats, and arrays of several dimensions, which may differ
+            between ranks.
     """
-    lists: list[list[Any]] = []
-    for layer in datasets_in(dataset) if not isinstance(dataset, IterableDataset) else ():
-        held = [layer, *getattr(layer, "__dict__", {}).values()]
-        held += [part for value in held if type(value) is tuple for part in value[:_SOME]]
-        for value in held:
-            entries: Any = ()
-            if _numbers_classes(value):
-                entries = sorted(value, key=value.get)
-            elif _is_vector(value) and len(value) == len(layer):
-                some = value[:: len(value) // _SOME or 1]
-                entries = some.tolist() if hasattr(some, "tolist") else some
-            # Other entries may be a cache, which differs between ranks.
-            if all(names := [_name(entry) for entry in entries]):
-                lists.append(names)
-    return hashlib.sha256(repr(lists).encode()).hexdigest()[:16] if any(lists) else ""
+    layers = [] if isinstance(dataset, IterableDataset) else [*datasets_in(dataset)]
+    columns: list[Any] = []
+    for layer in layers:  # more are appended meanwhile
+        held = {id(value): value for value in (layer, *getattr(layer, "__dict__", {}).values())}
+        inner = [one for value in held.values() for one in datasets_in(value) if _is_sized(one)]
+        layers += [one for one in inner if all(one is not other for other in layers)]
+        for entries in chain(*(_vectors(x, len(layer), floats=floats) for x in held.values())):
+            with suppress(RuntimeError):  # sparse tensors, and those on "meta", are no lists
+                columns += _columns(entries, floats=floats)
+    return hashlib.sha256(repr(columns).encode()).hexdigest()[:16] if columns else ""
+
+
+def _is_sized(value: Any) -> bool:
+    return isinstance(value, Dataset) and hasattr(value, "__len__")
+
+
+def _vectors(value: Any, length: int, *, floats: bool) -> Iterator[Any]:
+    """Yield what an attribute holds with an entry for each sample, or for each class."""
+    if type(value).__module__.startswith("pandas") and hasattr(value, "to_numpy"):
+        value = value.to_numpy().tolist()
+    if _numbers_classes(value):
+        yield sorted(value, key=value.get)
+    columns = dict.values(value) if isinstance(value, dict) else value
+    parts = islice(columns, _MANY) if isinstance(value, dict | list | tuple) else ()
+    for part in (value, *parts):
+        # By the class first, because `ndim` of another object may read a file, or raise.
+        is_array = isinstance(part, torch.Tensor) or type(part).__module__ == "numpy"
+        dimensions = getattr(part, "ndim", 0) if is_array else isinstance(part, list | tuple)
+        if (dimensions == 1 or (floats and dimensions > 1)) and len(part) == length:
+            yield part
 
 
 def _numbers_classes(value: Any) -> bool:
@@ -74,19 +101,44 @@ def _numbers_classes(value: Any) -> bool:
     return are_numbers and len(value) > 1 and sorted(value.values()) == [*range(len(value))]
 
 
-def _is_vector(value: Any) -> bool:
-    # By the class first, because `ndim` of another object may read a file, or raise.
-    is_array = isinstance(value, torch.Tensor) or type(value).__module__ == "numpy"
-    return isinstance(value, list | tuple) or (is_array and getattr(value, "ndim", 0) == 1)
+def _columns(entries: Any, *, floats: bool) -> Iterator[Any]:
+    """Yield the integers and the last names of paths in a list of alike entries, by columns.
+
+    Other entries may be a cache, which differs between ranks.
+    """
+    dtype = str(getattr(entries, "dtype", "object"))
+    kinds = {*map(type, entries)} if dtype == "object" or "U" in dtype else set[type]()
+    if not kinds:
+        if re.search("float|int|bool" if floats else "int|bool", dtype):
+            yield content_hash(entries[:: entries.nbytes // _MOST_BYTES + 1])
+    elif all(issubclass(kind, str | PurePath) for kind in kinds):
+        yield [str(entry).rstrip("/").rpartition("/")[2] for entry in entries]
+    elif kinds <= {int, bool, str} or (floats and kinds <= {int, bool, str, float, type(None)}):
+        yield [*entries]
+    elif len(kinds) == 1:
+        yield from _nested_columns(entries, kinds.pop(), floats=floats)
 
 
-def _name(entry: Any) -> list[Any]:
-    """Return the integers and texts in an entry, for example a file name and a label."""
-    if isinstance(entry, tuple):
-        return [name for part in entry for name in _name(part)]
-    if isinstance(entry, str | PurePath):
-        return [PurePath(entry).name]
-    return [entry] if isinstance(entry, int) else []
+def _nested_columns(entries: Any, kind: type, *, floats: bool) -> Iterator[Any]:
+    """Yield the columns of entries that are tensors, dicts, lists or tuples."""
+    if hasattr(kind, "tolist"):
+        if floats or not any(entry.ndim for entry in entries):
+            some = _some(entries, [math.prod(entry.shape) for entry in entries])
+            yield from _columns([entry.tolist() for entry in some], floats=floats)
+    elif issubclass(kind, dict):
+        yield sorted(map(repr, {*map(tuple, entries)}))  # the keys
+        yield from _columns([(*entry.values(),) for entry in entries], floats=floats)
+    elif issubclass(kind, list | tuple):
+        some = _some(entries, sizes := [*map(len, entries)])
+        columns = [sizes, [*chain(*some)]]
+        if min(sizes) == max(sizes):
+            columns = [[entry[place] for entry in some] for place in range(sizes[0])]
+        for column in columns:
+            yield from _columns(column, floats=floats)
+
+
+def _some(entries: Any, sizes: list[int]) -> Any:
+    return entries[:: sum(sizes) // max(_MOST_NUMBERS, 16 * len(sizes)) + 1]
 
 
 def _paths(name: str, holder: Any, is_wanted: Callable[[Any], bool]) -> Iterator[str]:
@@ -106,13 +158,13 @@ def _paths(name: str, holder: Any, is_wanted: Callable[[Any], bool]) -> Iterator
 
 
 def _parts(path: str, value: Any) -> list[tuple[str, Any]]:
-    """Return the attributes or items of an object, but not of a collection with 100 items or more.
+    """Return the attributes or items of an object, but not of a collection with many items.
 
     It runs no code of the user's, which might open files or draw random numbers.
     """
     if isinstance(value, dict | list | tuple):
         items = dict.items(value) if isinstance(value, dict) else enumerate(value)
-        return [(f"{path}[{key!r}]", item) for key, item in items] if len(value) < 100 else []
+        return [(f"{path}[{key!r}]", item) for key, item in items] if len(value) < _MANY else []
     if isinstance(value, torch.Tensor | type | ModuleType) or not type(value).__dictoffset__:
         return []
     return [(f"{path}.{key}", item) for key, item in vars(value).items()]

@@ -68,9 +68,9 @@ def get_logger(name: str) -> RankLogger:
 
 
 def flush_output() -> None:
-    """Flush stdout and stderr, before a call of `os._exit`."""
-    for stream in filter(None, (sys.stdout, sys.stderr)):  # a daemon has none
-        stream.flush()
+    """Flush stdout and stderr, if they are there, as in no daemon, and can be flushed."""
+    for stream in (sys.stdout, sys.stderr):
+        getattr(stream, "flush", bool)()
 
 
 def _chosen(rank: int, level: int, ranks: str | Iterable[int] | None) -> bool:

@@ -4,7 +4,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 from weakref import finalize
@@ -22,10 +22,10 @@ class MetricWriter(AbstractContextManager["MetricWriter"]):
     """Writes scalars on rank 0 to ``metrics.jsonl``, and for TensorBoard if it is installed.
 
     Every rank may call everything; the others write nothing. Not collective: write results of
-    `all_reduce_mean`, because a local value is that of rank 0's samples only. It appends lines and
-    flushes each one, so a run that resumes in the same directory appends to the same file. A last
-    line that was cut off, when its run was killed, is moved to ``metrics.removed.jsonl``. Usable as
-    a context manager.
+    `all_reduce_mean`, because a local value is that of rank 0's samples only. It appends each line
+    at once, so a run that resumes, and other writers of the directory, share the file. A last line
+    that was cut off, when its run was killed, is moved to ``metrics.removed.jsonl``. Usable as a
+    context manager.
 
     Args:
         directory: made if it is not there.
@@ -49,7 +49,7 @@ class MetricWriter(AbstractContextManager["MetricWriter"]):
         self._board: Any = None
         if not require_world("MetricWriter").is_main:
             return
-        path.mkdir(parents=True, exist_ok=True)
+        path.resolve().mkdir(parents=True, exist_ok=True)  # the target of a link
         file = path / "metrics.jsonl"
         if file.exists():
             _truncate_after(file, last)
@@ -107,28 +107,31 @@ def _number(name: str, value: object) -> float:
 def _truncate_after(file: Path, after: float) -> None:
     """Move the lines of steps after `after`, and a last line that was cut off, to another file.
 
-    They are appended to the other file first, then this one is replaced at once.
+    They are appended to the other file first. This one is rewritten in place, so that a link, the
+    mode and other writers keep it. If the process is killed then, one kept line may be damaged.
     """
     kept, moved = list[bytes](), list[bytes]()
-    for line in file.read_bytes().splitlines():
-        (kept if _is_kept(line, after) else moved).append(line + b"\n")
-    if moved:
-        removed = file.with_name("metrics.removed.jsonl")
-        with removed.open("ab") as others:
-            others.writelines(moved)
-        text = "moved %d of %d lines of %s to %s: they are of later steps, or cut off"
-        _log.warning(text, len(moved), len(moved) + len(kept), file, removed.name)
-    changed = file.with_name(f".unfinished-{file.name}")
-    changed.write_bytes(b"".join(kept))
-    changed.replace(file)
+    with file.open("r+b") as opened:
+        for line in (text := opened.read()).splitlines():
+            (kept if _is_kept(line, after) else moved).append(line + b"\n")
+        if moved:
+            removed = file.with_name("metrics.removed.jsonl")
+            removed.touch(file.stat().st_mode & 0o777)  # no more may read it
+            with removed.open("ab") as others:
+                others.writelines(moved)
+            message = "moved %d of %d lines of %s to %s: they are of later steps, or cut off"
+            _log.warning(message, len(moved), len(moved) + len(kept), file, removed.name)
+        if (remaining := b"".join(kept)) != text:
+            remaining += opened.read()  # what another writer has appended meanwhile
+            opened.seek(0)
+            opened.write(remaining)
+            opened.truncate()
 
 
 def _is_kept(line: bytes, after: float) -> bool:
-    try:
-        is_before: bool = json.loads(line)["step"] <= after
-    except (ValueError, LookupError, TypeError):  # the line was cut off, or has no step
-        return False
-    return is_before
+    with suppress(ValueError, LookupError, TypeError):  # the line was cut off, or has no step
+        return bool(json.loads(line)["step"] <= after)
+    return False
 
 
 def _tensorboard(path: Path, purge_step: int | None) -> Any:

@@ -109,12 +109,12 @@ class Progress(Generic[T]):
         else:
             line = f"{self._head}{done}{self._of} in {seconds:.1f} s"
             if sys.stderr is not None:  # None in a daemon
-                print(", ".join([line, *shown]), file=sys.stderr, flush=True)
+                print(", ".join([line, *shown]), file=sys.stderr)  # Python flushes it
 
 
 def _bar(description: str, total: int | None) -> Any:
     """Return a bar of tqdm, or None without a terminal or without tqdm."""
-    if sys.stderr is not None and sys.stderr.isatty():
+    if getattr(sys.stderr, "isatty", bool)():  # a stream of the user's may have none
         with suppress(ImportError):  # plain lines replace the bar
             from tqdm import tqdm  # noqa: PLC0415  # an extra, and only wanted on a terminal
 

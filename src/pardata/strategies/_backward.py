@@ -106,9 +106,9 @@ def backward(
     Args:
         model: what `wrap_model` returned. The loss must train nothing else. If `loss_fn` runs other
             models, freeze them, or detach their outputs, or hold all in one module and wrap that.
-            For a GAN, call ``discriminator.requires_grad_(False)`` before the generator's step. The
-            step leaves the buffers of other wrapped models as they were. Under ``"fsdp"`` they
-            become those of rank 0.
+            For a GAN, call ``discriminator.requires_grad_(False)`` before the generator's step.
+            Call ``unwrap`` on other models with buffers in training mode. Under ``"fsdp"`` their
+            buffers become those of rank 0.
         loss_fn: runs ``model`` and returns the mean over the samples of the microbatch, a tensor of
             one element. With `count` it is the mean over what that counts: for tokens, the sum of
             their losses divided by their number. It may also return ``(loss, metrics)``. Metrics
@@ -142,7 +142,8 @@ def backward(
         ValueError: a `count` is negative or not finite, all counts are 0, or the model is under
             ``no_sync()``.
         RuntimeError: `loss_fn` did not run `model` (one process checks that in the first step), or
-            the loss trains a parameter outside of `model`. Or `loss_fn` calls a collective. Or
+            the loss trains a parameter outside of `model`. Or `loss_fn` calls a collective, or runs
+            another wrapped model that would change its buffers. Or
             `backward` is called under autocast. Or, under ``"ddp"``, parameters were added,
             exchanged or converted since `wrap_model`. Or, under ``"fsdp"``, a backward has made
             gradients that no rank has reduced. Or, under ``"exact"``, a forward has changed a

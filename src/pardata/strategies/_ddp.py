@@ -21,7 +21,7 @@ from pardata.model._torch_internals import at_end_of_backward, parameters_of, un
 from pardata.model._transparent import TransparentWrapper, forbid_unsynced_forward
 from pardata.strategies import _ddp_reducer as reducer
 from pardata.strategies._loss_weights import Microbatch
-from pardata.strategies._step import SEEN, DistributedStep, active_model, active_step, bare_forward
+from pardata.strategies._step import SEEN, DistributedStep, active_model, active_step, check_nested
 from pardata.strategies._strategy import Strategy, WrapOptions
 
 # ruff: noqa: SLF001  # overridden methods of DDP with private names, and our own
@@ -46,7 +46,8 @@ class TransparentDDP(TransparentWrapper, DistributedDataParallel):
         """
         trained = active_model()
         if trained not in (None, self):
-            return bare_forward(self.module, *inputs, **kwargs)
+            check_nested(self.module)
+            return self.module(*inputs, **kwargs)
         is_bare = trained is None  # not inside `backward`
         if is_bare and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._reduced.check(self)

@@ -16,9 +16,9 @@ from pardata.environment._device import sequence_number
 from pardata.environment._logger import get_logger
 from pardata.environment._world import is_single_process, world
 from pardata.model._fsdp_utils import unsharded_parameters
-from pardata.model._grads_and_buffers import BufferSnapshot, BufferWrites, StashedGradients
+from pardata.model._grads_and_buffers import BufferWrites, StashedGradients
 from pardata.model._replica_state import ReplicaState
-from pardata.model._torch_internals import parameters_of, uncompiled
+from pardata.model._torch_internals import direct_tensors, parameters_of, uncompiled
 from pardata.model._unwrap import wrapper_chain
 from pardata.rng._seeds import mix, noise_seed, run_seed
 from pardata.store._current_op import forbidding_calls
@@ -61,13 +61,17 @@ _uncompiled_active_model = uncompiled(active_model)
 
 
 @uncompiled
-def bare_forward(module: nn.Module, *inputs: Any, **kwargs: Any) -> Any:
-    """Run the forward of a module inside the step of another model, and restore its buffers.
+def check_nested(module: nn.Module) -> None:
+    """Raise for a wrapped module in the step of another model, if its forward may write buffers.
 
-    It sends nothing, because ranks may run it unequally often.
+    Ranks may run it unequally often, so its wrapper sends nothing, and buffers would differ.
     """
-    with BufferSnapshot(module.modules()):
-        return module(*inputs, **kwargs)
+    if any(part.training and direct_tensors(part)[1] for part in module.modules()):
+        name = type(module).__name__
+        raise RuntimeError(
+            f"a wrapped model must have no buffers in training mode in the `loss_fn` of another, "
+            f"but {name} has: call unwrap(model) there, or model.eval() before"
+        )
 
 
 def forbidden_in(batch: Any) -> AbstractContextManager[None]:

@@ -181,6 +181,7 @@ def backward(
     if type(step) is Step and step.size == 1:
         _checked_models.add(model)
     means = step.metrics.result()
+    vars(step.layer).update(step.found)
     _mark_done(model, batch)
     return means
 

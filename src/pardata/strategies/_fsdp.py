@@ -27,9 +27,10 @@ from pardata.model._state_dict import load_sharded
 from pardata.model._torch_internals import parameters_of, uncompiled
 from pardata.model._unwrap import ShardedModule, unwrap
 from pardata.store._round import Facts
+from pardata.strategies._forward import active_model, active_step
 from pardata.strategies._fsdp_blocks import blocks_of, size_of
 from pardata.strategies._loss_weights import Microbatch
-from pardata.strategies._step import DistributedStep, active_model, active_step
+from pardata.strategies._step import DistributedStep
 from pardata.strategies._strategy import Strategy, WrapOptions, broadcast_weights
 
 _log = get_logger(__name__)
@@ -73,7 +74,7 @@ class FsdpStep(DistributedStep):
     def synchronized(self) -> Iterator[None]:
         with StashedGradients(parameters_of(self.module)):
             try:
-                with active_step(self.layer):
+                with active_step(self):
                     yield
                     self._check_reduced()
                     self._take_means()
@@ -84,6 +85,10 @@ class FsdpStep(DistributedStep):
                 # It drops earlier gradients too, which `StashedGradients` restores next.
                 fsdp_utils.reset_after_error(self.layer)
                 raise
+
+    @property
+    def gradients_are_final(self) -> bool:
+        return self.loss_weights.most == 1  # PyTorch reduces them before their hooks
 
     @contextmanager
     def microbatch(self, microbatch: Microbatch) -> Iterator[None]:

@@ -17,7 +17,7 @@ from pardata.model._torch_internals import sync_batch_norms, versions_of
 from pardata.model._transparent import TransparentWrapper
 from pardata.model._unwrap import Wrapper, unwrap
 from pardata.store._round import Facts
-from pardata.strategies._step import active_model, check_nested
+from pardata.strategies._forward import active_model, check_nested
 from pardata.strategies._strategy import Strategy, WrapOptions, broadcast_weights
 from pardata.strategies.exact._exact_step import ExactStep
 from pardata.strategies.exact._gradient_sums import GradientSums

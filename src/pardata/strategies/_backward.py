@@ -113,7 +113,8 @@ def backward(
             one element. With `count` it is the mean over what that counts: for tokens, the sum of
             their losses divided by their number. It may also return ``(loss, metrics)``. Metrics
             are numbers and tensors, nested in dicts, lists and tuples, and means as well: an
-            accuracy, the parts of a loss. `Mean` is a metric with a denominator. With
+            accuracy, the parts of a loss. A tensor has at most 10,000 elements. `Mean` is a metric
+            with a denominator, of any size. With
             `Microbatches` it must call no collective, because ranks may run unequally many;
             `all_gather` with ``differentiable=True`` may be called where they run equally many.
         batch: the `Microbatches` of a loader or, except under ``"exact"``, one microbatch of any
@@ -137,17 +138,19 @@ def backward(
         number becomes a float; it is read from the GPU, which waits.
 
     Raises:
-        TypeError: `model` is no module, the loss is no tensor of one element, or a metric is no
-            number or has a row for each sample. Or the number of samples of `batch` is unclear.
+        TypeError: `model` is no module, or the loss is no tensor of one element. Or a metric is no
+            number, has a row for each sample, or is too large. Or the number of samples of `batch`
+            is unclear.
         ValueError: a `count` is negative or not finite, all counts are 0, or the model is under
             ``no_sync()``.
         RuntimeError: `loss_fn` did not run `model` (one process checks that in the first step), or
             the loss trains a parameter outside of `model`. Or `loss_fn` calls a collective, or runs
-            another wrapped model that would change its buffers. Or
-            `backward` is called under autocast. Or, under ``"ddp"``, parameters were added,
-            exchanged or converted since `wrap_model`. Or, under ``"fsdp"``, a backward has made
-            gradients that no rank has reduced. Or, under ``"exact"``, a forward has changed a
-            floating-point buffer that no norm owns; other strategies warn of it.
+            another wrapped model that would change its buffers. Or an optimizer steps in a hook,
+            before the gradient is final. Or `backward` is called under autocast. Or, under
+            ``"ddp"``, parameters were added, exchanged or converted since `wrap_model`. Or, under
+            ``"fsdp"``, a backward has made gradients that no rank has reduced. Or, under
+            ``"exact"``, a forward has changed a floating-point buffer that no norm owns; other
+            strategies warn of it.
             Or ranks differ: in the step, the structure of metrics, the modes (``train()``,
             ``eval()``), the trained parameters, the run's seed, or the weights. Weights are
             compared in steps 1, 2, 4 … 32 of a model and in each 64th, under ``"ddp"`` and

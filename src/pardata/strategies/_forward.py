@@ -39,7 +39,7 @@ def active_model() -> nn.Module | None:
 
 def _refuse_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     """Raise if an optimizer steps in a hook before the gradients of the running step are final."""
-    step = _active[-1] if _active else None
+    step: Any = _active[-1] if _active else None
     parameters = () if step is None else {*step.module.parameters()}
     if not any(one in parameters for group in optimizer.param_groups for one in group["params"]):
         return

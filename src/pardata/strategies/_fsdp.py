@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from pardata._pytree import leaves_with_path
 from pardata._validation import check_int
 from pardata.data._batch import uneven_shares
-from pardata.environment._device import checked_device
+from pardata.environment._device import checked_device, widest_float_dtype
 from pardata.environment._logger import get_logger
 from pardata.model import _fsdp_utils as fsdp_utils
 from pardata.model._grads_and_buffers import StashedGradients, broadcast_coalesced, real_buffers
@@ -111,7 +111,8 @@ def average_buffers(buffers: Collection[Tensor], count: float, total: float | Te
     if not floating:
         return
     # 0 times NaN is NaN, so a rank that counts 0 contributes zeros.
-    flat = torch.cat([buffer.double().reshape(-1) for buffer in floating])
+    widest = widest_float_dtype(floating[0].device)
+    flat = torch.cat([buffer.to(widest).reshape(-1) for buffer in floating])
     flat = flat * count if count else torch.zeros_like(flat)
     dist.all_reduce(flat)
     flat /= total

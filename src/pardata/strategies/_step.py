@@ -1,6 +1,7 @@
 """One step of `backward`: in a single process, or with gradients that PyTorch reduces."""
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -56,9 +57,9 @@ def _unequal_microbatches_error(microbatches: int, size: int) -> RuntimeError:
     )
 
 
-def metric_structures(layer: nn.Module) -> set[str]:
-    """Return the set of structures of metrics in the steps of a model."""
-    structures: set[str] = vars(layer).setdefault(_METRICS, set())
+def metric_structures(layer: nn.Module) -> deque[str]:
+    """Return the last structures of metrics in the steps of a model."""
+    structures: deque[str] = vars(layer).setdefault(_METRICS, deque(maxlen=8))
     return structures
 
 
@@ -198,8 +199,18 @@ class Step(Replicas):
         """Run the backward of a microbatch that is the fraction `part` of the global batch."""
         # DDP and FSDP divide by the world size; the factor turns their mean into a sum.
         factor = part * self.size if self.grads_are_averaged else part
-        scaled = loss if factor == 1 else loss * factor
-        (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
+        hooks = []
+        if loss.dtype.itemsize < 4 and math.frexp(factor)[0] != 0.5:  # no power of 2
+            # A loss of 16 bits would round the factor, which each gradient is multiplied by here.
+            trained = {*self.layer.parameters(), *unsharded_parameters(self.layer)}
+            weigh = partial(torch.mul, other=factor)
+            hooks = [p.register_hook(weigh) for p in trained if p.requires_grad]
+        scaled = loss if factor == 1 or hooks else loss * factor
+        try:
+            (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
 class DistributedStep(Step):
@@ -235,13 +246,13 @@ class DistributedStep(Step):
         divisor = self.metrics.total / self.loss_weights.global_total()
         if not isinstance(divisor, Tensor) and math.isclose(divisor, 1, rel_tol=1e-12):
             return  # sums of fractions may differ in the last bit
-        if self.has_stepped:
-            self.metrics.spoil(torch.as_tensor(abs(divisor - 1) > 1e-9))
-            if not isinstance(divisor, Tensor):
-                raise RuntimeError(
-                    "an optimizer that steps in hooks must get as many samples in each step, but "
-                    "got others: pass microbatch_size or drop_last=True to make_loader"
-                )
+        if self.has_stepped and isinstance(divisor, Tensor):
+            self.metrics.spoil((divisor - 1).abs() > 1e-9)
+        elif self.has_stepped:
+            raise RuntimeError(
+                "an optimizer that steps in hooks must get as many samples in each step, but got "
+                "others: pass microbatch_size or drop_last=True to make_loader"
+            )
         gradients: list[Any] = [p.grad for p in self.module.parameters() if p.grad is not None]
         gradients = [g.to_local() if hasattr(g, "to_local") else g for g in gradients]
         for device, dtype in {(g.device, g.dtype) for g in gradients}:

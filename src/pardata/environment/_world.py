@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
+from threading import Thread, current_thread, main_thread
 from typing import Any
 
 import torch
@@ -114,12 +115,14 @@ class Process:
         other: a group that was made without `init`, and a client of its store.
         others: number of such groups so far.
         was_asked: whether `world` was called while there was no group.
+        thread: the thread of the collective calls since `init`, if there was one.
     """
 
     state: GroupState | None = None
     other: tuple[Any, StoreClient] | None = None
     others: int = 0
     was_asked: bool = False
+    thread: Thread | None = None
 
 
 process = Process()
@@ -145,7 +148,7 @@ def world() -> World:
     if found.backend is None and not process.was_asked:
         process.was_asked = True
         try:
-            require_world("world()")
+            require_world("world()", is_collective=False)
         except (RuntimeError, ValueError) as error:
             _log.warning("%s; this process is rank 0 of 1", error, ranks=[0])
     return found
@@ -161,13 +164,22 @@ def current_world() -> World:
     return world_of_group(None) if found is None else found.world
 
 
-def require_world(what: str) -> World:
+def require_world(what: str, *, is_collective: bool = True) -> World:
     """Return the current world, or raise if `what` needs a group that was not joined.
 
     Raises:
-        RuntimeError: a launcher started several processes, and `init` was not called.
+        RuntimeError: a launcher started several processes, and `init` was not called. Or another
+            thread has made the collective calls since the last `init`.
     """
     found = current_world()
+    if found.size > 1 and is_collective and not _device.in_backward():  # PyTorch's threads
+        this, owner = current_thread(), process.thread or current_thread()
+        if owner is not this and (owner.is_alive() or this is not main_thread()):
+            raise RuntimeError(
+                f"`{what}` must be called in the thread of all collectives, {owner.name!r}, but is "
+                f"in {this.name!r}: call it there, or `pardata.init()` first if that has ended"
+            )
+        process.thread = this
     if found.backend is not None or is_child():
         return found
     launch = detect_launch(os.environ)

@@ -79,11 +79,6 @@ def at_end_of_backward(action: Callable[[], None]) -> None:
     engine.queue_callback(action)
 
 
-def in_backward() -> bool:
-    """Return whether a backward runs now, in which checkpointed modules run their forward again."""
-    return torch._C._current_graph_task_id() >= 0
-
-
 def fail_past_recompile_limit() -> None:
     """Let dynamo raise at its limit of recompilations, in the whole process.
 

@@ -17,7 +17,14 @@ import torch.distributed as dist
 from pardata._validation import to_timedelta
 from pardata.environment._launchers import SINGLE, LaunchInfo, detect_launch, unread_variable
 from pardata.environment._logger import get_logger
-from pardata.environment._world import GroupState, World, current_world, group_state, is_child
+from pardata.environment._world import (
+    GroupState,
+    World,
+    current_world,
+    group_state,
+    is_child,
+    process,
+)
 from pardata.process_group._rendezvous import form_group
 from pardata.process_group._shutdown import install_excepthook, register_state
 from pardata.process_group._watchdog import Watchdog
@@ -98,6 +105,7 @@ def init(
     if before is not None:
         given = dict[str, object](backend=backend, timeout=patience, hang_after=hang_after)
         _check_same_arguments(before, device, given)
+        process.thread = None  # perhaps another one takes over
         return replace(before.world, _at_the_end=None)
     launch = detect_launch(os.environ) if dist.group.WORLD is None else None
     if launch is not None:

@@ -153,6 +153,13 @@ class Generates(nn.Module):
     generate = forward
 
 
+def hooked(strategy):
+    model = wrapped(strategy)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(print)
+    return model
+
+
 def with_teacher():
     teacher = wrap_model(nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1)), "ddp")
     backward(wrapped(), lambda model, x: loss(model, x) + teacher(x).mean().detach(), X)

@@ -98,7 +98,7 @@ class Loader(FixedArguments):
         vars(self).update(dataset=self._source.reader.dataset, batch_size=plan.batch_size or None)
         self.cursor = EpochCursor()
         self._clock = WaitTimer()
-        self._has_spoken, self._looked_at = False, -1
+        self._has_spoken = False
 
     def __len__(self) -> int:
         """Return the number of steps of a whole epoch, the same on every rank."""
@@ -271,8 +271,10 @@ class Loader(FixedArguments):
             facts |= {"missing": fetched.missing[: len(read)], "placeholder": batches[0]}
             return step, fetched.state, Microbatches(read, **facts)
         (batch,), missing = batches, sum(fetched.missing)
-        is_short = step.local_samples == 0 or step.samples < self._plan.size
-        if is_short or (not isinstance(batch, Tensor) and self._empties_later(step)):
+        # In the first step for the last one, if a share may be a list of samples.
+        looks_ahead = step.number == 0 and not isinstance(batch, Tensor)
+        rest = self._plan.rest if looks_ahead else 0
+        if step.local_samples == 0 or step.samples < self._plan.size or 0 < rest < self._plan.size:
             # On every rank, so that all raise if the batch cannot be emptied.
             is_column = self._source.reader.collation.collate_fn is None
             samples = None if self._schema.is_stream or missing else max(step.local_samples, 1)
@@ -281,13 +283,6 @@ class Loader(FixedArguments):
         if missing:
             step = step._replace(local_samples=max(0, step.local_samples - missing))
         return step, fetched.state, batch
-
-    def _empties_later(self, step: StepInfo) -> bool:
-        """Whether this is the first step of an epoch whose last step has too few samples."""
-        plan, is_first = self._plan, step.epoch != self._looked_at
-        self._looked_at = step.epoch
-        has_steps = is_first and plan.length and plan.batch_size
-        return bool(has_steps) and 0 < len(plan[len(plan) - 1]) < plan.size
 
     def _speak_of_waiting(self, clock: WaitTimer) -> None:
         stats = clock.stats()

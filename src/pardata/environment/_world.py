@@ -93,6 +93,7 @@ class GroupState:
         cpu_sharers: how many ranks of this host are bound to the same cores, this one included.
         hang_after: the wait after which the watchdog logs a stall; 0 without a watchdog.
         has_failed: whether this rank has logged that it failed.
+        thread: the thread of the collective calls since the last `init`, if there was one.
     """
 
     world: World
@@ -105,6 +106,7 @@ class GroupState:
     cpu_sharers: int = 1
     hang_after: timedelta = timedelta(0)
     has_failed: bool = False
+    thread: Thread | None = None
 
 
 class Process:
@@ -115,14 +117,12 @@ class Process:
         other: a group that was made without `init`, and a client of its store.
         others: number of such groups so far.
         was_asked: whether `world` was called while there was no group.
-        thread: the thread of the collective calls since `init`, if there was one.
     """
 
     state: GroupState | None = None
     other: tuple[Any, StoreClient] | None = None
     others: int = 0
     was_asked: bool = False
-    thread: Thread | None = None
 
 
 process = Process()
@@ -172,14 +172,15 @@ def require_world(what: str, *, is_collective: bool = True) -> World:
             thread has made the collective calls since the last `init`.
     """
     found = current_world()
-    if found.size > 1 and is_collective and not _device.in_backward():  # PyTorch's threads
-        this, owner = current_thread(), process.thread or current_thread()
+    state = group_state() if is_collective else None
+    if state is not None and found.size > 1 and not _device.in_backward():  # PyTorch's threads
+        this, owner = current_thread(), state.thread or current_thread()
         if owner is not this and (owner.is_alive() or this is not main_thread()):
             raise RuntimeError(
                 f"`{what}` must be called in the thread of all collectives, {owner.name!r}, but is "
                 f"in {this.name!r}: call it there, or `pardata.init()` first if that has ended"
             )
-        process.thread = this
+        state.thread = this
     if found.backend is not None or is_child():
         return found
     launch = detect_launch(os.environ)

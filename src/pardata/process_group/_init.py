@@ -17,14 +17,7 @@ import torch.distributed as dist
 from pardata._validation import to_timedelta
 from pardata.environment._launchers import SINGLE, LaunchInfo, detect_launch, unread_variable
 from pardata.environment._logger import get_logger
-from pardata.environment._world import (
-    GroupState,
-    World,
-    current_world,
-    group_state,
-    is_child,
-    process,
-)
+from pardata.environment._world import GroupState, World, current_world, group_state, is_child
 from pardata.process_group._rendezvous import form_group
 from pardata.process_group._shutdown import install_excepthook, register_state
 from pardata.process_group._watchdog import Watchdog
@@ -105,7 +98,7 @@ def init(
     if before is not None:
         given = dict[str, object](backend=backend, timeout=patience, hang_after=hang_after)
         _check_same_arguments(before, device, given)
-        process.thread = None  # perhaps another one takes over
+        before.thread = None  # another one may take over
         return replace(before.world, _at_the_end=None)
     launch = detect_launch(os.environ) if dist.group.WORLD is None else None
     if launch is not None:
@@ -127,10 +120,9 @@ def init(
         os.environ["PARDATA_JOINED"] = f"{os.getpid()} {detect_launch(os.environ).launch_id}"
     register_state(state)
     install_excepthook(state)
-    state.hang_after = hang_after
+    world, state.hang_after = state.world, hang_after
     if hang_after:
         state.resources.callback(Watchdog(state, hang_after.total_seconds()).stop)
-    world = state.world
     text = "joined: world size %d, nodes %d, launcher %s, backend %s, device %s on %s"
     sizes = world.size, world.num_nodes, world.launcher
     _log.info(text, *sizes, world.backend, world.device, socket.gethostname())

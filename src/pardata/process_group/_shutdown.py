@@ -36,7 +36,7 @@ _PATIENCE, _LINGER = timedelta(seconds=2), timedelta(seconds=30)
 
 def register_state(state: GroupState) -> None:
     """Set the state that `init` created. If `init` created the group, destroy it at exit."""
-    process.state, process.thread = state, None
+    process.state = state
     if state.world.launcher == "existing":
         return
     atexit.register(_close_at_exit)

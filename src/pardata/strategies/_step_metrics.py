@@ -214,13 +214,12 @@ class StepMetrics:
     def _sums(self, seen: list[tuple[list[Leaf], float]], front: Sequence[float] = ()) -> Tensor:
         """Return the weighted sums of loss and metrics in a vector, after the `front` of a message.
 
-        On a GPU it takes one copy, and one kernel for each leaf, because launches are slow. A
-        message needs float64, so it is on the CPU if the device has none.
+        On a GPU it takes one copy, and one kernel for each leaf, because launches are slow.
         """
         first = self._first()
         numbers = sum(leaf.numel() if isinstance(leaf, Tensor) else 1 for leaf in first)
         device, dtype = first[0].device, widest_float_dtype(first[0].device)
-        if front and dtype != torch.float64:
+        if front and dtype != torch.float64:  # which hashes need
             device, dtype = torch.device("cpu"), torch.float64
         host = torch.tensor(front, dtype=dtype, device="cpu")
         host = nn.functional.pad(host, (0, max(numbers, _VALUES if front else 0)))
@@ -249,9 +248,8 @@ def _addend(leaf: Leaf, sums: Tensor) -> Any:
     if not isinstance(leaf, Tensor):
         return float(leaf)
     is_local = leaf.device == sums.device and leaf.dtype.itemsize > 1  # `add_` takes no float8
-    if leaf.is_cpu and not is_local:
-        return without_wait(leaf.to(sums.dtype), sums.device)
-    return leaf if is_local else leaf.to(sums.device).to(sums.dtype)
+    leaf = leaf if leaf.is_cpu else leaf.to(sums.device)  # before float64, which it may lack
+    return leaf if is_local else without_wait(leaf.to(sums.dtype), sums.device)
 
 
 _UNLIKE = "`loss_fn` must return metrics of the same structure for each microbatch, but did not"

@@ -87,8 +87,8 @@ class Plan:
     @property
     def rest(self) -> int:
         """The samples of an incomplete last batch, if there is one and ranks share its samples."""
-        is_known = self.length and self.batch_size and not (self.drop_last or self.microbatch_size)
-        return ((self.length or 0) - self.start) % self.batch_size if is_known else 0
+        is_kept = self.length and self.batch_size and not (self.drop_last or self.microbatch_size)
+        return ((self.length or 0) - self.start) % self.batch_size if is_kept else 0
 
     def local_ranges(
         self, samples: int, epoch: int = 0, number: int = 0

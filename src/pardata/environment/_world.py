@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
-from threading import Thread, current_thread, main_thread
+from threading import current_thread, main_thread
 from typing import Any
 
 import torch
@@ -93,7 +93,6 @@ class GroupState:
         cpu_sharers: how many ranks of this host are bound to the same cores, this one included.
         hang_after: the wait after which the watchdog logs a stall; 0 without a watchdog.
         has_failed: whether this rank has logged that it failed.
-        thread: the thread of the collective calls since the last `init`, if there was one.
     """
 
     world: World
@@ -106,7 +105,6 @@ class GroupState:
     cpu_sharers: int = 1
     hang_after: timedelta = timedelta(0)
     has_failed: bool = False
-    thread: Thread | None = None
 
 
 class Process:
@@ -172,15 +170,15 @@ def require_world(what: str, *, is_collective: bool = True) -> World:
             thread has made the collective calls since the last `init`.
     """
     found = current_world()
-    state = group_state() if is_collective else None
-    if state is not None and found.size > 1 and not _device.in_backward():  # PyTorch's threads
-        this, owner = current_thread(), state.thread or current_thread()
+    if is_collective and found.size > 1 and not _device.in_backward():  # in PyTorch's threads
+        client = store_client(found)
+        this, owner = current_thread(), client.thread or current_thread()
         if owner is not this and (owner.is_alive() or this is not main_thread()):
             raise RuntimeError(
                 f"`{what}` must be called in the thread of all collectives, {owner.name!r}, but is "
                 f"in {this.name!r}: call it there, or `pardata.init()` first if that has ended"
             )
-        state.thread = this
+        client.thread = this
     if found.backend is not None or is_child():
         return found
     launch = detect_launch(os.environ)

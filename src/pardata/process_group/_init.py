@@ -98,7 +98,7 @@ def init(
     if before is not None:
         given = dict[str, object](backend=backend, timeout=patience, hang_after=hang_after)
         _check_same_arguments(before, device, given)
-        before.thread = None  # another one may take over
+        before.client.thread = None  # another one may take over
         return replace(before.world, _at_the_end=None)
     launch = detect_launch(os.environ) if dist.group.WORLD is None else None
     if launch is not None:

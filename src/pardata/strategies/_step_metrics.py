@@ -219,7 +219,7 @@ class StepMetrics:
         first = self._first()
         numbers = sum(leaf.numel() if isinstance(leaf, Tensor) else 1 for leaf in first)
         device, dtype = first[0].device, widest_float_dtype(first[0].device)
-        if front and dtype != torch.float64:  # which hashes need
+        if front and dtype != torch.float64:  # hashes need it
             device, dtype = torch.device("cpu"), torch.float64
         host = torch.tensor(front, dtype=dtype, device="cpu")
         host = nn.functional.pad(host, (0, max(numbers, _VALUES if front else 0)))

@@ -15,6 +15,7 @@ import logging
 import math
 import textwrap
 from argparse import ArgumentParser, RawTextHelpFormatter
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -57,18 +58,17 @@ def paragraphs(path):
 
 
 def collate(samples):
-    return pad_sequence(samples, batch_first=True, padding_value=PAD)
+    """Return padded bytes, and how many are predicted: counted on a GPU, each step would wait."""
+    tokens = pad_sequence(samples, batch_first=True, padding_value=PAD)
+    return tokens, int((tokens[:, 1:] != PAD).sum())
 
 
-def mean_loss(model, tokens):
+def mean_loss(model, batch):
+    tokens = batch[0]
     kind = tokens.device.type
     with torch.autocast(kind, torch.bfloat16, enabled=kind != "cpu"):  # slow on most CPUs
         scores = model(tokens[:, :-1]).float().flatten(0, 1)
     return F.cross_entropy(scores, tokens[:, 1:].flatten(), ignore_index=PAD)
-
-
-def count(tokens):
-    return int((tokens[:, 1:] != PAD).sum())
 
 
 def build(strategy):
@@ -95,7 +95,7 @@ def train(args):
         while step < args.steps:
             for batch in loader:
                 optimizer.zero_grad()
-                loss = pardata.backward(model, mean_loss, batch, count=count)
+                loss = pardata.backward(model, mean_loss, batch, count=itemgetter(1))
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 step += 1

@@ -102,6 +102,23 @@ def keystr(name: str, path: KeyPath) -> str:
     return name + "".join(f"[{key!r}]" for key in path)
 
 
+def require_dense(tree: Any, name: str, path: KeyPath = ()) -> None:
+    """Raise a `TypeError` for a tensor in a tree that cannot be sent, hashed and saved.
+
+    It holds no memory, or other numbers than its elements. Sparse COO tensors may be saved.
+    """
+    for at, leaf in leaves_with_path(tree, path=path):
+        if isinstance(leaf, Tensor):
+            what = "on meta" if leaf.is_meta else "nested" if leaf.is_nested else ""
+            if leaf.is_quantized or leaf.layout not in (torch.strided, torch.sparse_coo):
+                what = what or str(leaf.dtype if leaf.is_quantized else leaf.layout)
+            if what:
+                raise TypeError(
+                    f"`{keystr(name, at)}` must be a dense or sparse COO tensor with memory, but "
+                    f"is {what}: convert it first"
+                )
+
+
 def _like(tree: Any, items: dict[Any, Any]) -> Any:
     """Return a container of the type of `tree` with `items`, by key or index."""
     if not isinstance(tree, (list, tuple)):

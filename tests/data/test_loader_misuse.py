@@ -72,6 +72,31 @@ def test_an_empty_share_of_a_batch_with_time_first_is_an_error(size):
         assert "batch_first=True" in error
 
 
+def boxes(with_images):
+    """Return how many batches come before the error, and the error."""
+    count = 0
+
+    def collate(samples):
+        return (torch.stack(samples), samples) if with_images else samples
+
+    def read():
+        nonlocal count
+        for _ in make_loader([torch.ones(4, 3)] * 13, 6, num_workers=0, collate_fn=collate):
+            count += 1
+
+    error = str(caught(read))
+    return count, error
+
+
+@pytest.mark.parametrize("with_images", [False, True])
+def test_a_list_of_samples_that_cannot_be_emptied_raises_at_once(with_images):
+    for size in (2, 3):
+        for count, error in run(boxes, with_images, world_size=size):
+            assert count == 0
+            assert "a batch must be tensors with a row for each sample if a rank gets none" in error
+            assert "pass `microbatch_size` or drop_last=True to make_loader" in error
+
+
 class Graph(nn.Module):
     def __init__(self):
         super().__init__()

@@ -5,6 +5,7 @@ import contextlib
 import torch
 import torch.nn.functional as F  # noqa: N812  # the usual name
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 SPIN = 100_000_000  # cycles: some 50 ms, against some 0.1 ms for all else that a step does
 
@@ -36,6 +37,21 @@ def late(place, value):
         result = torch.full(value.shape, float("nan"), dtype=value.dtype, device=place)
         own._sleep(SPIN)
         return result.copy_(value, non_blocking=True)
+
+
+class NoFloat64(TorchDispatchMode):
+    """Raise, as MPS does, where something would be float64 on an accelerator."""
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        made = operation(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(tensor, torch.Tensor) and not tensor.is_cpu:
+                assert tensor.dtype != torch.float64, operation
+        return made
+
+
+def widest_without_float64(device):
+    return torch.float64 if device.type == "cpu" else torch.float32
 
 
 class Spread(nn.Module):

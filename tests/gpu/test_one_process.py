@@ -6,29 +6,14 @@ The simulated one pretends to have none. Run with ``pytest -m gpu --device=sim``
 import pytest
 import torch
 import torch.distributed as dist
+from common_gpu import NoFloat64, widest_without_float64
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
 import pardata
 from pardata.collectives import _fingerprint
 from pardata.environment import _device
 from pardata.strategies import _step_metrics
-
-
-class NoFloat64(TorchDispatchMode):
-    """Raise, as MPS does, where something would be float64 on an accelerator."""
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        made = operation(*args, **(kwargs or {}))
-        for tensor in made if isinstance(made, tuple | list) else (made,):
-            if isinstance(tensor, torch.Tensor) and not tensor.is_cpu:
-                assert tensor.dtype != torch.float64, operation
-        return made
-
-
-def widest_without_float64(device):
-    return torch.float64 if device.type == "cpu" else torch.float32
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  # the usual name
-from common_gpu import Smooth, nothing_waits, seeded
+from common_gpu import NoFloat64, Smooth, nothing_waits, seeded, widest_without_float64
 from launched import launched
 from on_ranks import Raised, caught, run
 from torch import nn
@@ -33,6 +33,7 @@ from pardata import (
     wrap_model,
 )
 from pardata.model._replica_state import ReplicaState
+from pardata.strategies import _fsdp, _step_metrics
 from pardata.strategies._step_metrics import StepMetrics
 
 ROWS, CLASSES = 14, 3  # shares of two ranks, and microbatches of 3, are uneven
@@ -490,3 +491,35 @@ def test_replicas_of_shards_train_over_every_kind_of_group(everywhere, replicate
     for gradients in everywhere(in_replicas, replicate):
         for found, parameter in zip(gradients, net.parameters(), strict=True):
             torch.testing.assert_close(found, parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+# --- an accelerator without float64
+
+
+def without_float64(device, strategy):
+    """Return the losses and metrics of steps that make nothing of float64 on the device."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (_fsdp, _step_metrics):
+            patch.setattr(module, "widest_float_dtype", widest_without_float64)
+        with init(device=device) as here, NoFloat64():
+            torch.manual_seed(0)
+            net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+            model = wrap_model(net, strategy)
+            for step in range(2):
+                rows = torch.full((2 + here.rank, 4), float(step), device=here.device)
+                loss, (mean, number) = backward(model, mean_and_number, rows)
+            return loss.device.type, mean.device.type, bool(loss.isfinite()), mean.item(), number
+
+
+def mean_and_number(model, rows):
+    return model(rows).square().mean(), (rows.mean() + len(rows), torch.tensor(2.0).double())
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_several_ranks_need_no_float64_on_the_device(strategy, hardware, everywhere):
+    found = everywhere(without_float64, strategy)
+    mean = 3.0 if len(found) == 1 else 1 + 13 / 5
+    for *where, mean_of_all, two in found:
+        assert where == [hardware, hardware, True]
+        assert mean_of_all == pytest.approx(mean, rel=1e-6)
+        assert two == 2

@@ -153,6 +153,18 @@ class Generates(nn.Module):
     generate = forward
 
 
+def hooked(strategy):
+    model = wrapped(strategy)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(print)
+    return model
+
+
+def with_teacher():
+    teacher = wrap_model(nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1)), "ddp")
+    backward(wrapped(), lambda model, x: loss(model, x) + teacher(x).mean().detach(), X)
+
+
 def generates():
     wrap_model(Generates(), "ddp").generate(X)
 
@@ -167,6 +179,7 @@ LABELS = {
     "`wrapped.head = nn.Linear(1, 1)`": "setattr(wrapped(), 'head', nn.Linear(1, 1))",
     "a method that trains past the wrapper: `wrapped.generate(x)`": "generates()",
     '`loss.backward()` under `"exact"`': "backward_by_hand(wrapped('exact'))",
+    "a wrapped teacher with batch norm in `loss_fn`": "with_teacher()",
     "`with model.no_sync(): backward(…)`": "backward_under_no_sync()",
     "`backward` on one rank, `all_reduce_sum` on the others": "backward_or_reduce(rank == 0)",
     "`all_reduce_sum` in `loss_fn`": "reduced_in_loss_fn()",

@@ -152,6 +152,40 @@ def test_an_error_on_all_ranks_keeps_placeholder_ranks_in_step(strategy):
     assert found == [[True, "ValueError", True, True, "ValueError", True]] * 2
 
 
+def after_errors_apart(strategy, number, failing, shift):
+    """Return what steps find if one fails on all ranks, on each in another place."""
+    places = PLACES[1:] if strategy == "fsdp" else PLACES  # its forward is collective
+    where = places[(world().rank + shift) % len(places)]
+    models, found = [wrap_model(normed(), strategy) for _ in range(2)], []
+
+    def fails(model, batch):
+        if where == "before the forward":
+            raise ValueError
+        loss = squared_error(model, batch)
+        if where == "after the forward":
+            raise ValueError
+        return Broken.apply(loss)
+
+    for step in range(3):
+        batch = batch_of(number, step)
+        if step == failing:
+            found.append(caught(backward, models[0], fails, batch).type)
+        losses = [backward(model, squared_error, batch) for model in models]
+        pairs = zip(*map(gradients, models), strict=True)
+        found.append(all(torch.allclose(a, b) for a, b in [*pairs, losses]))
+    return found
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "exact"])
+def test_ranks_that_fail_in_other_places_stay_in_step(strategy, failing):
+    for number in (1, 2) if strategy == "exact" else (0, 2):
+        for size, shift in ((2, 0), (2, 1), (3, 0)):
+            args = strategy, number, failing, shift
+            for found in run(after_errors_apart, *args, world_size=size, timeout=30):
+                assert found == [*[True] * failing, "ValueError", *[True] * (3 - failing)]
+
+
 @pytest.mark.parametrize("where", PLACES)
 def test_under_exact_too(where):
     check("exact", 2, where, 2)

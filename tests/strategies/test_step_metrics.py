@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
-from pardata import backward, check_in_sync, make_loader, unwrap, world, wrap_model
+from pardata import Mean, backward, check_in_sync, make_loader, unwrap, world, wrap_model
 from pardata.data._plan import local_range
 from pardata.strategies import _ddp_reducer
 from pardata.strategies._step_metrics import StepMetrics
@@ -261,6 +261,43 @@ def test_a_metric_with_rows_per_sample_raises_on_every_rank(strategy, size, plai
             assert f"{name} must be a mean over the microbatch" in found[kind].text
             assert "all_gather" in found[kind].text
         assert not any(hasattr(found[kind], "text") for kind in MEANS)
+
+
+def outputs_as_metrics(strategy):
+    """Return what a large output ends in, as a metric and as the total of a `Mean`."""
+    model, batch = wrap_model(network(), strategy), cut(pieces((5, 2, 6)))
+
+    def returns(value):
+        return lambda model, batch: (squared_error(model, batch), value)
+
+    values = torch.ones(70, 150), Mean(torch.ones(70, 150), 2)
+    return [caught(backward, model, returns(value), batch) for value in values]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_metric_of_very_many_elements_raises_on_every_rank(strategy):
+    for size in (1, 2):
+        for refused, (_, mean) in run(outputs_as_metrics, strategy, world_size=size):
+            assert str(refused) == (
+                "TypeError: `metrics` must have at most 10000 elements, but its shape is "
+                "(70, 150): return its mean, keep outputs and call all_gather after backward, or "
+                "return statistics as Mean(total, count)"
+            )
+            assert mean.shape == (70, 150)
+
+
+def grown(strategy):
+    """Return by how much a model grows in twenty steps whose metrics have other shapes."""
+    model, sizes = wrap_model(nn.Linear(4, 3), strategy), []
+    for number in range(20, 60):
+        values = torch.ones(number)
+        backward(model, lambda m, x, v=values: (m(x).square().mean(), v), torch.ones(2, 4))
+        sizes.append(len(pickle.dumps(model)))
+    return sizes[-1] - sizes[19]
+
+
+def test_metrics_of_ever_other_shapes_take_no_more_memory():
+    assert max(grown("none"), *run(grown, "ddp", world_size=2)) < 100
 
 
 def of_every_class(model, batch):

@@ -12,7 +12,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from pardata._pytree import KeyPath, content_hash, is_custom_container, keystr, map_with_path
+from pardata._pytree import (
+    KeyPath,
+    content_hash,
+    is_custom_container,
+    keystr,
+    map_with_path,
+    require_dense,
+)
 from pardata._validation import plain_number, type_with_article
 from pardata.checkpoint._dcp import is_sharded
 from pardata.environment._device import has_streams
@@ -104,6 +111,7 @@ class Snapshot:
         """
 
         def take(at: KeyPath, leaf: Any) -> Any:
+            require_dense(leaf, at[0], at[1:])
             if name in self._same:
                 self.compared[".".join(map(str, at))] = _text_of(leaf, self._digest(at))
             if not isinstance(leaf, Tensor):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.serialization import default_restore_location
 
-from pardata._pytree import KeyPath, bytes_of, leaves_with_path
+from pardata._pytree import KeyPath, bytes_of, leaves_with_path, require_dense
 from pardata._validation import check_bool
 from pardata.collectives._comm_errors import explain_comm_errors
 from pardata.collectives._fingerprint import CheckedCollective, number_of
@@ -152,6 +152,7 @@ def gather_to_rank_zero(world: World, value: _T, group: Any = None) -> list[_T]:
 
 def serialize(value: object) -> bytearray:
     """Return `value` as bytes; raise on this rank if other ranks could not deserialize them."""
+    require_dense(value, "value")
     torch.save(value, buffer := io.BytesIO())
     deserialize(data := bytearray(buffer.getbuffer()))
     return data

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pardata._pytree import KeyPath, keystr, leaves_with_path, map_with_path
+from pardata._pytree import KeyPath, keystr, leaves_with_path, map_with_path, require_dense
 from pardata.collectives._comm_errors import explain_comm_errors
 from pardata.environment._device import has_accelerator_backend, widest_float_dtype
 from pardata.environment._world import cpu_group_and_device, require_world, store_client
@@ -212,6 +212,7 @@ def number_of(leaf: Any, path: KeyPath, name: str = "value") -> Leaf:
     if type(leaf) is float or type(leaf) is int:
         return leaf
     if isinstance(leaf, Tensor):
+        require_dense(leaf, name, path)
         must, but = "a dense tensor of real numbers", "complex: convert it first"
         if type(leaf) not in (Tensor, torch.nn.Parameter) or leaf.layout != torch.strided:
             but = f"a {leaf.layout} {type(leaf).__name__}: convert it first"

@@ -67,7 +67,8 @@ def empty_batch(batch: Any, *, lists_are_columns: bool, samples: int | None = No
 
     Args:
         batch: a batch of one sample, or of several of a stream.
-        samples: how many samples it has, which its tensors must have as rows; None if unknown.
+        samples: how many samples it has, which its tensors must have as rows, or 1. None if
+            unknown.
         lists_are_columns: whether lists are columns, as in ``default_collate``. In other batches a
             list of one item may be a list of samples, as of images of different sizes.
 
@@ -82,7 +83,7 @@ def empty_batch(batch: Any, *, lists_are_columns: bool, samples: int | None = No
     def empty(path: KeyPath, leaf: Any) -> Any:
         is_column = isinstance(leaf, Ragged) or is_text(leaf)
         has_rows = isinstance(leaf, Tensor) and leaf.ndim
-        if is_column or (has_rows and (samples is None or len(leaf) in (0, samples))):
+        if is_column or (has_rows and (samples is None or len(leaf) in (0, 1, samples))):
             return leaf[:0]
         what = type(leaf).__name__ + " without dimensions" * isinstance(leaf, Tensor)
         if has_rows:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NoReturn, TypeAlias
 
+from torch import Tensor
 from torch.utils.data import Dataset
 
 from pardata._validation import FixedArguments, check_int
@@ -270,10 +271,13 @@ class Loader(FixedArguments):
             facts |= {"missing": fetched.missing[: len(read)], "placeholder": batches[0]}
             return step, fetched.state, Microbatches(read, **facts)
         (batch,), missing = batches, sum(fetched.missing)
-        if step.local_samples == 0 or step.samples < self._plan.size:
+        # In the first step for the last one, if a share may be a list of samples.
+        looks_ahead = step.number == 0 and not isinstance(batch, Tensor)
+        rest = self._plan.rest if looks_ahead else 0
+        if step.local_samples == 0 or step.samples < self._plan.size or 0 < rest < self._plan.size:
             # On every rank, so that all raise if the batch cannot be emptied.
             is_column = self._source.reader.collation.collate_fn is None
-            samples = None if self._schema.is_stream or missing else 1
+            samples = None if self._schema.is_stream or missing else max(step.local_samples, 1)
             empty = empty_batch(batch, lists_are_columns=is_column, samples=samples)
             batch = batch if step.local_samples else empty
         if missing:

@@ -78,12 +78,17 @@ class Plan:
             raise ValueError(
                 f"`batch_size` must be at most {length} with drop_last, but is {self.batch_size}"
             )
-        rest = (length - self.start) % self.batch_size
-        last = 0 if self.drop_last or self.microbatch_size else rest
-        if shuffled and 0 < last < self.size:
+        if shuffled and 0 < self.rest < self.size:
             raise ValueError(
-                f"the last batch must have one sample a rank, but has {last}: pass drop_last=True"
+                f"the last batch must have one sample a rank, but has {self.rest}: pass "
+                f"drop_last=True"
             )
+
+    @property
+    def rest(self) -> int:
+        """The samples of an incomplete last batch, if there is one and ranks share its samples."""
+        is_kept = self.length and self.batch_size and not (self.drop_last or self.microbatch_size)
+        return ((self.length or 0) - self.start) % self.batch_size if is_kept else 0
 
     def local_ranges(
         self, samples: int, epoch: int = 0, number: int = 0

@@ -233,6 +233,11 @@ def sequence_number(group: Any) -> int:
     return number
 
 
+def in_backward() -> bool:
+    """Return whether a backward runs now, in which checkpointed modules run their forward again."""
+    return torch._C._current_graph_task_id() >= 0
+
+
 def cpus_of_process() -> list[int]:
     """Return the numbers of the cores to which this process is bound, by default of all."""
     if hasattr(os, "sched_getaffinity"):  # not on macOS and Windows

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
+from threading import current_thread, main_thread
 from typing import Any
 
 import torch
@@ -150,7 +151,7 @@ def world() -> World:
     if found.backend is None and not process.was_asked:
         process.was_asked = True
         try:
-            require_world("world()")
+            require_world("world()", is_collective=False)
         except (RuntimeError, ValueError) as error:
             _log.warning("%s; this process is rank 0 of 1", error, ranks=[0])
     return found
@@ -166,13 +167,23 @@ def current_world() -> World:
     return world_of_group(None) if found is None else found.world
 
 
-def require_world(what: str) -> World:
+def require_world(what: str, *, is_collective: bool = True) -> World:
     """Return the current world, or raise if `what` needs a group that was not joined.
 
     Raises:
-        RuntimeError: a launcher started several processes, and `init` was not called.
+        RuntimeError: a launcher started several processes, and `init` was not called. Or another
+            thread has made the collective calls since the last `init`.
     """
     found = current_world()
+    if is_collective and found.size > 1 and not _device.in_backward():  # in PyTorch's threads
+        client = store_client(found)
+        this, owner = current_thread(), client.thread or current_thread()
+        if owner is not this and (owner.is_alive() or this is not main_thread()):
+            raise RuntimeError(
+                f"`{what}` must be called in the thread of all collectives, {owner.name!r}, but is "
+                f"in {this.name!r}: call it there, or `pardata.init()` first if that has ended"
+            )
+        client.thread = this
     if found.backend is not None or is_child():
         return found
     launch = detect_launch(os.environ)

@@ -37,6 +37,16 @@ def name_of(parameter: Tensor, named: Iterable[tuple[str, Tensor]]) -> str:
     return next((name for name, one in named if one is parameter), "a former parameter")
 
 
+def name_of_hooked(module: nn.Module) -> str | None:
+    """Return the name of a parameter with a user's hook on its accumulated gradient, if any."""
+    for name, parameter in module.named_parameters():
+        for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+            home = str(getattr(hook, "func", hook).__module__)
+            if not home.startswith(("pardata.", "torch.nn.parallel.")):
+                return name
+    return None
+
+
 def direct_tensors(part: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the dicts of the direct parameters and direct buffers of a module."""
     return part._parameters, part._buffers
@@ -67,11 +77,6 @@ def at_end_of_backward(action: Callable[[], None]) -> None:
     is_public = torch.__version__ >= "2.15"
     engine: Any = torch.autograd.graph if is_public else torch.autograd.Variable._execution_engine
     engine.queue_callback(action)
-
-
-def in_backward() -> bool:
-    """Return whether a backward runs now, in which checkpointed modules run their forward again."""
-    return torch._C._current_graph_task_id() >= 0
 
 
 def fail_past_recompile_limit() -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pardata.environment._device import in_backward
 from pardata.environment._logger import get_logger
 from pardata.model._state_dict import NO_ASSIGN, LoadedKeys, load_full
-from pardata.model._torch_internals import in_backward
 from pardata.model._unwrap import Wrapper, unwrap
 
 _log = get_logger(__name__)

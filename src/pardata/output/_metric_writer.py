@@ -47,7 +47,7 @@ class MetricWriter(AbstractContextManager["MetricWriter"]):
         path = local_path("directory", directory)
         self._file: TextIO | None = None
         self._board: Any = None
-        if not require_world("MetricWriter").is_main:
+        if not require_world("MetricWriter", is_collective=False).is_main:
             return
         path.resolve().mkdir(parents=True, exist_ok=True)  # the target of a link
         file = path / "metrics.jsonl"

@@ -61,7 +61,7 @@ class Progress(Generic[T]):
         self, iterable: Iterable[T], description: str, total: int | None, batch_size: int | None
     ) -> None:
         self._iterable, self._batch_size = iterable, batch_size
-        self._is_shown = require_world("progress").is_main
+        self._is_shown = require_world("progress", is_collective=False).is_main
         self._bar = _bar(description, total) if self._is_shown else None
         self._head = f"{description}: " if description else ""
         self._of = "" if total is None else f"/{total}"

@@ -98,6 +98,7 @@ def init(
     if before is not None:
         given = dict[str, object](backend=backend, timeout=patience, hang_after=hang_after)
         _check_same_arguments(before, device, given)
+        before.client.thread = None  # another one may take over
         return replace(before.world, _at_the_end=None)
     launch = detect_launch(os.environ) if dist.group.WORLD is None else None
     if launch is not None:
@@ -119,10 +120,9 @@ def init(
         os.environ["PARDATA_JOINED"] = f"{os.getpid()} {detect_launch(os.environ).launch_id}"
     register_state(state)
     install_excepthook(state)
-    state.hang_after = hang_after
+    world, state.hang_after = state.world, hang_after
     if hang_after:
         state.resources.callback(Watchdog(state, hang_after.total_seconds()).stop)
-    world = state.world
     text = "joined: world size %d, nodes %d, launcher %s, backend %s, device %s on %s"
     sizes = world.size, world.num_nodes, world.launcher
     _log.info(text, *sizes, world.backend, world.device, socket.gethostname())

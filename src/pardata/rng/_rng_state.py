@@ -89,7 +89,7 @@ def seed_everything(seed: int, *, per_rank: bool = False, deterministic: bool = 
     loader_counts.clear()
     run_seed.seed, run_seed.calls = seed, 0  # without the rank, which `backward` mixes in
     if per_rank:
-        seed = mix(seed, require_world("seed_everything(per_rank=True)").rank)
+        seed = mix(seed, require_world("seed_everything(per_rank=True)", is_collective=False).rank)
     seed_generators(seed)
     torch.manual_seed(seed)  # seeds every device
     if deterministic:

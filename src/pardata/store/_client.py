@@ -35,6 +35,7 @@ class StoreClient:
         size: number of ranks.
         rounds: number of rounds (see ``_round``) that this rank has started.
         closed: the reason why no round can follow, "" if there is none.
+        thread: the thread of the collective calls since the last `init`, if there was one.
     """
 
     store: dist.Store
@@ -43,6 +44,7 @@ class StoreClient:
     size: int
     rounds: int = 0
     closed: str = ""
+    thread: Thread | None = None
     _requests: Requests | None = field(default=None, init=False)  # to the client's thread
     _is_held: bool = field(default=False, init=False)  # an unfinished request has the connection
 

@@ -106,14 +106,15 @@ def backward(
     Args:
         model: what `wrap_model` returned. The loss must train nothing else. If `loss_fn` runs other
             models, freeze them, or detach their outputs, or hold all in one module and wrap that.
-            For a GAN, call ``discriminator.requires_grad_(False)`` before the generator's step. The
-            step leaves the buffers of other wrapped models as they were. Under ``"fsdp"`` they
-            become those of rank 0.
+            For a GAN, call ``discriminator.requires_grad_(False)`` before the generator's step.
+            Call ``unwrap`` on other models with buffers in training mode. Under ``"fsdp"`` their
+            buffers become those of rank 0.
         loss_fn: runs ``model`` and returns the mean over the samples of the microbatch, a tensor of
             one element. With `count` it is the mean over what that counts: for tokens, the sum of
             their losses divided by their number. It may also return ``(loss, metrics)``. Metrics
             are numbers and tensors, nested in dicts, lists and tuples, and means as well: an
-            accuracy, the parts of a loss. `Mean` is a metric with a denominator. With
+            accuracy, the parts of a loss. A tensor has at most 10,000 elements. `Mean` is a metric
+            with a denominator, of any size. With
             `Microbatches` it must call no collective, because ranks may run unequally many;
             `all_gather` with ``differentiable=True`` may be called where they run equally many.
         batch: the `Microbatches` of a loader or, except under ``"exact"``, one microbatch of any
@@ -137,16 +138,19 @@ def backward(
         number becomes a float; it is read from the GPU, which waits.
 
     Raises:
-        TypeError: `model` is no module, the loss is no tensor of one element, or a metric is no
-            number or has a row for each sample. Or the number of samples of `batch` is unclear.
+        TypeError: `model` is no module, or the loss is no tensor of one element. Or a metric is no
+            number, has a row for each sample, or is too large. Or the number of samples of `batch`
+            is unclear.
         ValueError: a `count` is negative or not finite, all counts are 0, or the model is under
             ``no_sync()``.
         RuntimeError: `loss_fn` did not run `model` (one process checks that in the first step), or
-            the loss trains a parameter outside of `model`. Or `loss_fn` calls a collective. Or
-            `backward` is called under autocast. Or, under ``"ddp"``, parameters were added,
-            exchanged or converted since `wrap_model`. Or, under ``"fsdp"``, a backward has made
-            gradients that no rank has reduced. Or, under ``"exact"``, a forward has changed a
-            floating-point buffer that no norm owns; other strategies warn of it.
+            the loss trains a parameter outside of `model`. Or `loss_fn` calls a collective, or runs
+            another wrapped model that would change its buffers. Or an optimizer steps in a hook,
+            before the gradient is final. Or `backward` is called under autocast. Or, under
+            ``"ddp"``, parameters were added, exchanged or converted since `wrap_model`. Or, under
+            ``"fsdp"``, a backward has made gradients that no rank has reduced. Or, under
+            ``"exact"``, a forward has changed a floating-point buffer that no norm owns; other
+            strategies warn of it.
             Or ranks differ: in the step, the structure of metrics, the modes (``train()``,
             ``eval()``), the trained parameters, the run's seed, or the weights. Weights are
             compared in steps 1, 2, 4 … 32 of a model and in each 64th, under ``"ddp"`` and
@@ -180,6 +184,7 @@ def backward(
     if type(step) is Step and step.size == 1:
         _checked_models.add(model)
     means = step.metrics.result()
+    vars(step.layer).update(step.found)
     _mark_done(model, batch)
     return means
 

@@ -20,8 +20,9 @@ from pardata.model._replica_state import CHECK_EVERY, ReplicaState
 from pardata.model._torch_internals import at_end_of_backward, parameters_of, uncompiled
 from pardata.model._transparent import TransparentWrapper, forbid_unsynced_forward
 from pardata.strategies import _ddp_reducer as reducer
+from pardata.strategies._forward import active_model, active_step, check_nested
 from pardata.strategies._loss_weights import Microbatch
-from pardata.strategies._step import SEEN, DistributedStep, active_model, active_step, bare_forward
+from pardata.strategies._step import DistributedStep
 from pardata.strategies._strategy import Strategy, WrapOptions
 
 # ruff: noqa: SLF001  # overridden methods of DDP with private names, and our own
@@ -46,7 +47,8 @@ class TransparentDDP(TransparentWrapper, DistributedDataParallel):
         """
         trained = active_model()
         if trained not in (None, self):
-            return bare_forward(self.module, *inputs, **kwargs)
+            check_nested(self.module)
+            return self.module(*inputs, **kwargs)
         is_bare = trained is None  # not inside `backward`
         if is_bare and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._reduced.check(self)
@@ -157,6 +159,8 @@ class DdpStep(DistributedStep):
     """Step of "ddp": every rank runs at least one microbatch, and DDP reduces in the last one."""
 
     min_microbatches = 1
+    partial_where = "under 'ddp'"
+    partial_cure = "step after backward, or wrap under 'fsdp'"
     _payload: reducer.Payload | None = None
 
     def _prepare(self) -> None:
@@ -175,7 +179,7 @@ class DdpStep(DistributedStep):
             )
         shares_memory = self.layer.gradient_as_bucket_view
         aside = StashedGradients(parameters_of(self.module), shares_memory=shares_memory)
-        with aside, active_step(self.layer):
+        with aside, active_step(self):
             self._begin()
             try:
                 yield
@@ -191,7 +195,10 @@ class DdpStep(DistributedStep):
             self._take_means()
 
     def _begin(self) -> None:
-        """Check that DDP reduces all trained parameters."""
+        """Arrange DDP's buckets, and check that it reduces all trained parameters."""
+        # PyTorch does this in the next forward. It is collective, and a rank may fail before that.
+        if self.layer.reducer._rebuild_buckets():
+            self.layer._has_rebuilt_buckets = True
         if self._is_transparent:
             self.layer._reduced.check(self.layer)
         if vars(self.layer).pop("_expects_backward", False) and self.loss_weights.most > 1:
@@ -212,20 +219,6 @@ class DdpStep(DistributedStep):
             ) from error
         if vars(self.layer).get("_stays_arranged"):
             reducer.reset_reducer(self.layer)
-
-    def check(self, loss: Tensor) -> None:
-        is_first = self.size > 1 and SEEN not in vars(self.layer)
-        if is_first and not self.layer._use_python_reducer:  # its hooks are PyTorch's
-            for name, parameter in self.module.named_parameters():
-                if parameter._post_accumulate_grad_hooks:
-                    raise RuntimeError(
-                        f"`{name}` must have no register_post_accumulate_grad_hook under 'ddp', "
-                        f"but has: step after backward, or wrap under 'fsdp'"
-                    )
-        super().check(loss)
-
-    def _others(self) -> object:
-        return self.layer._has_rebuilt_buckets
 
     def microbatch(self, microbatch: Microbatch) -> AbstractContextManager[None]:
         last = microbatch is self.loss_weights.microbatches[-1]

@@ -1,16 +1,73 @@
-"""The forward of a step: checks its arguments and that the model ran, sums terms, adds zeros."""
+"""The forward of a step: which step runs, checks of models and arguments, terms, zeros."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pardata._validation import type_with_article
 from pardata.data._batch import iter_tensors
+from pardata.model._torch_internals import direct_tensors, uncompiled
 from pardata.strategies._loss_weights import LossWeights, Microbatch
+
+# The steps that run now, the innermost one last.
+_active: list[Any] = []
+
+
+@contextmanager
+def active_step(step: object) -> Iterator[None]:
+    """Mark a step as running in the block."""
+    _watch_optimizers()
+    _active.append(step)
+    try:
+        yield
+    finally:
+        _active.pop()
+
+
+def active_model() -> nn.Module | None:
+    """Return the layer of the model whose step runs now, the innermost one, or None."""
+    if torch.compiler.is_compiling():
+        return _uncompiled_active_model()
+    return _active[-1].layer if _active else None
+
+
+def _refuse_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Raise if an optimizer steps in a hook before the gradients of the running step are final."""
+    step: Any = _active[-1] if _active else None
+    parameters = () if step is None else {*step.module.parameters()}
+    if not any(one in parameters for group in optimizer.param_groups for one in group["params"]):
+        return
+    step.has_stepped = True
+    if not step.gradients_are_final:
+        raise RuntimeError(
+            f"{type(optimizer).__name__} must not step inside `backward` {step.partial_where}, "
+            f"before the gradient is final: {step.partial_cure}"
+        )
+
+
+# Registers the check of optimizers before their steps, once for a process.
+_watch_optimizers = cache(lambda: register_optimizer_step_pre_hook(_refuse_step))
+_uncompiled_active_model = uncompiled(active_model)
+
+
+@uncompiled
+def check_nested(module: nn.Module) -> None:
+    """Raise for a wrapped module in the step of another model, if its forward may write buffers.
+
+    Ranks may run it unequally often, so its wrapper sends nothing, and buffers would differ.
+    """
+    if any(part.training and direct_tensors(part)[1] for part in module.modules()):
+        name = type(module).__name__
+        raise RuntimeError(
+            f"a wrapped model must have no buffers in training mode in the `loss_fn` of another, "
+            f"but {name} has: call unwrap(model) there, or model.eval() before"
+        )
 
 
 def check_arguments(model: object, loss_fn: object) -> None:

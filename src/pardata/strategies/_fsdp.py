@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from pardata._pytree import leaves_with_path
 from pardata._validation import check_int
 from pardata.data._batch import uneven_shares
-from pardata.environment._device import checked_device
+from pardata.environment._device import checked_device, widest_float_dtype
 from pardata.environment._logger import get_logger
 from pardata.model import _fsdp_utils as fsdp_utils
 from pardata.model._grads_and_buffers import StashedGradients, broadcast_coalesced, real_buffers
@@ -27,9 +27,10 @@ from pardata.model._state_dict import load_sharded
 from pardata.model._torch_internals import parameters_of, uncompiled
 from pardata.model._unwrap import ShardedModule, unwrap
 from pardata.store._round import Facts
+from pardata.strategies._forward import active_model, active_step
 from pardata.strategies._fsdp_blocks import blocks_of, size_of
 from pardata.strategies._loss_weights import Microbatch
-from pardata.strategies._step import DistributedStep, active_model, active_step
+from pardata.strategies._step import DistributedStep
 from pardata.strategies._strategy import Strategy, WrapOptions, broadcast_weights
 
 _log = get_logger(__name__)
@@ -73,7 +74,7 @@ class FsdpStep(DistributedStep):
     def synchronized(self) -> Iterator[None]:
         with StashedGradients(parameters_of(self.module)):
             try:
-                with active_step(self.layer):
+                with active_step(self):
                     yield
                     self._check_reduced()
                     self._take_means()
@@ -84,6 +85,10 @@ class FsdpStep(DistributedStep):
                 # It drops earlier gradients too, which `StashedGradients` restores next.
                 fsdp_utils.reset_after_error(self.layer)
                 raise
+
+    @property
+    def gradients_are_final(self) -> bool:
+        return self.loss_weights.most == 1  # PyTorch reduces them before their hooks
 
     @contextmanager
     def microbatch(self, microbatch: Microbatch) -> Iterator[None]:
@@ -106,7 +111,8 @@ def average_buffers(buffers: Collection[Tensor], count: float, total: float | Te
     if not floating:
         return
     # 0 times NaN is NaN, so a rank that counts 0 contributes zeros.
-    flat = torch.cat([buffer.double().reshape(-1) for buffer in floating])
+    widest = widest_float_dtype(floating[0].device)
+    flat = torch.cat([buffer.to(widest).reshape(-1) for buffer in floating])
     flat = flat * count if count else torch.zeros_like(flat)
     dist.all_reduce(flat)
     flat /= total
@@ -136,7 +142,15 @@ class FsdpStrategy(Strategy):
             )
         if {"replicate", "mesh"} <= settings.options.keys():
             raise ValueError("`replicate` must be left out with `mesh`: pass a 2-D mesh instead")
-        empty = [name for name, one in model.named_parameters() if one.is_meta]
+        attributes = [(p, *one) for p, part in model.named_modules() for one in vars(part).items()]
+        for path, name, value in attributes:
+            if isinstance(value, Tensor) and value.is_meta:
+                raise ValueError(
+                    f"`{f'{path}.{name}'.lstrip('.')}` must be a parameter or a buffer, but is a "
+                    f"plain tensor on meta, which nothing fills: call register_buffer"
+                )
+        held = [*model.named_parameters(), *model.named_buffers()]
+        empty = [name for name, one in held if one.is_meta]
         if empty and settings.world.is_main:
             raise ValueError(
                 f"rank 0 must build `model` without torch.device('meta'), but `{empty[0]}` is "

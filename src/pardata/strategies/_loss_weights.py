@@ -48,6 +48,8 @@ class Replicas:
         equal_microbatches: whether every rank must run as many microbatches as the rank with most.
         has_ordered_sums: whether sums of fractional counts must not depend on the number of ranks.
         layer: the layer of the model that belongs to its strategy.
+        found: attributes of the layer that `backward` sets when the step has succeeded. It succeeds
+            on all ranks or on none, so ranks agree on them.
     """
 
     size = 1
@@ -57,6 +59,7 @@ class Replicas:
 
     def __init__(self, layer: nn.Module) -> None:
         self.layer: Any = layer
+        self.found: dict[str, Any] = {}
 
 
 class StepCounts:
@@ -130,7 +133,7 @@ class StepCounts:
                 totals = self._in_order(numbers, step_size)
             positive(totals[0])
             if self._count is num_samples:
-                vars(replicas.layer)[_USUAL] = totals[0]
+                replicas.found[_USUAL] = totals[0]
             return dict(zip(self._names, totals, strict=True))
 
         return sums
@@ -202,7 +205,7 @@ def positive(total: float) -> float:
     return total
 
 
-# An attribute of the strategy's layer: the global count of the model's first step.
+# An attribute of the strategy's layer: the global count of the model's first successful step.
 _USUAL = "_pardata_usual_count"
 
 

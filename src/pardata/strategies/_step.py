@@ -1,8 +1,9 @@
 """One step of `backward`: in a single process, or with gradients that PyTorch reduces."""
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,13 +17,13 @@ from pardata.environment._device import sequence_number
 from pardata.environment._logger import get_logger
 from pardata.environment._world import is_single_process, world
 from pardata.model._fsdp_utils import unsharded_parameters
-from pardata.model._grads_and_buffers import BufferSnapshot, BufferWrites, StashedGradients
+from pardata.model._grads_and_buffers import BufferWrites, StashedGradients
 from pardata.model._replica_state import ReplicaState
-from pardata.model._torch_internals import parameters_of, uncompiled
+from pardata.model._torch_internals import name_of_hooked, parameters_of
 from pardata.model._unwrap import wrapper_chain
 from pardata.rng._seeds import mix, noise_seed, run_seed
 from pardata.store._current_op import forbidding_calls
-from pardata.strategies._forward import leaves_of
+from pardata.strategies._forward import active_step, leaves_of
 from pardata.strategies._loss_weights import LossWeights, Microbatch, Replicas, start_all_reduce
 from pardata.strategies._step_metrics import StepMetrics
 
@@ -31,43 +32,9 @@ _log = get_logger(__name__)
 _NOTHING = nullcontext()
 _LEAST = 1e-30  # changes no divisor except 0
 # Attributes of the layer that belongs to a model's strategy.
-SEEN = "_pardata_trains_alone"
+SEEN = "_pardata_checked_microbatches"
 _METRICS = "_pardata_known_metrics"
 _COMMUNICATES = "_pardata_loss_communicates"
-
-
-# The layers of the models whose steps run now, the innermost step last.
-_active: list[nn.Module] = []
-
-
-@contextmanager
-def active_step(layer: nn.Module) -> Iterator[None]:
-    """Mark the step of the model with this layer as running in the block."""
-    _active.append(layer)
-    try:
-        yield
-    finally:
-        _active.pop()
-
-
-def active_model() -> nn.Module | None:
-    """Return the layer of the model whose step runs now, the innermost one, or None."""
-    if torch.compiler.is_compiling():
-        return _uncompiled_active_model()
-    return _active[-1] if _active else None
-
-
-_uncompiled_active_model = uncompiled(active_model)
-
-
-@uncompiled
-def bare_forward(module: nn.Module, *inputs: Any, **kwargs: Any) -> Any:
-    """Run the forward of a module inside the step of another model, and restore its buffers.
-
-    It sends nothing, because ranks may run it unequally often.
-    """
-    with BufferSnapshot(module.modules()):
-        return module(*inputs, **kwargs)
 
 
 def forbidden_in(batch: Any) -> AbstractContextManager[None]:
@@ -90,9 +57,9 @@ def _unequal_microbatches_error(microbatches: int, size: int) -> RuntimeError:
     )
 
 
-def metric_structures(layer: nn.Module) -> set[str]:
-    """Return the set of structures of metrics in the steps of a model."""
-    structures: set[str] = vars(layer).setdefault(_METRICS, set())
+def metric_structures(layer: nn.Module) -> deque[str]:
+    """Return the last structures of metrics in the steps of a model."""
+    structures: deque[str] = vars(layer).setdefault(_METRICS, deque(maxlen=8))
     return structures
 
 
@@ -109,11 +76,16 @@ class Step(Replicas):
         module: the module inside all wrappers.
         loss_weights: the microbatches and their weights, set by `backward`.
         grads_are_averaged: whether the reduction of gradients takes their mean over the ranks.
+        looks_again: whether this step looks at what is trained, as a model's first step does.
+        has_stepped: whether an optimizer of the model has stepped in a hook.
+        partial_where: where gradients in hooks are not final; `partial_cure` is what to do.
         metrics: the losses and metrics of the microbatches.
     """
 
     loss_weights: LossWeights
-    grads_are_averaged = True
+    grads_are_averaged, looks_again, has_stepped = True, False, False
+    partial_where = "with microbatches"
+    partial_cure = "step after backward, or leave out microbatch_size"
 
     def __init__(self, model: nn.Module, layer: Any, scaler: GradScaler | None, batch: Any) -> None:
         super().__init__(layer)
@@ -130,6 +102,7 @@ class Step(Replicas):
         """Count the step, which ranks compare with the state of their replicas."""
         self.metrics.replica = replica = ReplicaState.of(self.layer)
         replica.step += 1
+        self.looks_again = replica.is_due
         if isinstance(self.batch, Microbatches):  # other batches have no step number
             where = f"step {self.batch.step} of epoch {self.batch.epoch}"
             self.metrics.step = f"{where}, of a loader with seed {self.batch.seed}"
@@ -140,9 +113,14 @@ class Step(Replicas):
 
         After an error gradients are as before.
         """
-        with StashedGradients(parameters_of(self.module)):
+        with StashedGradients(parameters_of(self.module)), active_step(self):
             yield
             self.metrics.raise_refused()
+
+    @property
+    def gradients_are_final(self) -> bool:
+        """Whether a hook on a parameter sees the gradient of the whole step."""
+        return self.size == 1 and len(self.loss_weights.microbatches) == 1
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -150,40 +128,51 @@ class Step(Replicas):
 
         Raises:
             RuntimeError: on every rank: it called torch.distributed in the model's first step, and
-                ranks run unequally many microbatches.
+                ranks run unequally many microbatches. Or a user's hook would see the gradient of a
+                part of the step.
         """
         flags, is_even = vars(self.layer), True
+        if self._looks and not self.gradients_are_final and (name := name_of_hooked(self.module)):
+            raise RuntimeError(
+                f"`{name}` must have no register_post_accumulate_grad_hook {self.partial_where}, "
+                f"but has: {self.partial_cure}"
+            )
         if isinstance(self.batch, Microbatches):
             is_even = len(self.batch.counts) % self.size == 0
         if not is_even and flags.get(_COMMUNICATES):
             raise _unequal_microbatches_error(len(self.batch.counts), self.size)
         # Not under FSDP, whose forward communicates, and of which all ranks run equally many.
         looks = self.size > 1 and SEEN not in flags and not self.equal_microbatches
-        others, before = self._others(), sequence_number(self.group) if looks else 0
+        before = sequence_number(self.group) if looks else 0
         with forbidden_in(self.batch):
             yield
-        if looks and others == self._others() and sequence_number(self.group) != before:
-            flags[_COMMUNICATES] = True
+        if looks and sequence_number(self.group) != before:
+            self.found[_COMMUNICATES] = True
             if not is_even:
                 raise _unequal_microbatches_error(len(self.batch.counts), self.size)
-
-    def _others(self) -> object:
-        """Return a value that changes when the wrapper itself starts a collective."""
 
     def microbatch(self, microbatch: Microbatch) -> AbstractContextManager[None]:  # noqa: ARG002  # `ExactStep` uses it
         """Return the context of the forward and backward of one microbatch."""
         return _NOTHING
 
+    @property
+    def _looks(self) -> bool:
+        """Whether to look at hooks, and at what the loss trains."""
+        is_first = vars(self.layer).get(SEEN, 0) < len(self.loss_weights.microbatches)
+        return (is_first or self.looks_again) and SEEN not in self.found
+
     def send(self) -> None:
         """Send this rank's metrics, or compare them, before the last backward."""
 
     def check(self, loss: Tensor) -> None:
-        """Raise, in a model's first step, for a loss that trains parameters outside of the model.
+        """Raise for a loss that trains parameters outside of the model.
 
-        Their gradients would differ between ranks. Every rank checks before its first backward.
+        Their gradients would differ between ranks. Every rank checks before its first backward, in
+        the first step and in those in which weights are compared.
         """
-        if SEEN in vars(self.layer):
+        if not self._looks:
             return
+        self.found[SEEN] = len(self.loss_weights.microbatches)
         parameters = {*self.layer.parameters(), *unsharded_parameters(self.layer)}
         for leaf in leaves_of(loss):
             if isinstance(leaf, nn.Parameter) and leaf not in parameters:
@@ -191,7 +180,6 @@ class Step(Replicas):
                     f"the loss must train only `model`, but also trains a parameter of shape "
                     f"{tuple(leaf.shape)}: freeze it (requires_grad_(False)), or wrap both as one"
                 )
-        vars(self.layer)[SEEN] = True
 
     def check_buffers(self) -> None:
         """Warn of a buffer that a forward has changed by the samples of this rank alone."""
@@ -211,8 +199,15 @@ class Step(Replicas):
         """Run the backward of a microbatch that is the fraction `part` of the global batch."""
         # DDP and FSDP divide by the world size; the factor turns their mean into a sum.
         factor = part * self.size if self.grads_are_averaged else part
-        scaled = loss if factor == 1 else loss * factor
-        (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
+        with ExitStack() as stack:
+            if loss.dtype.itemsize < 4 and math.frexp(factor)[0] != 0.5:  # no power of 2
+                # A loss of 16 bits would round it, so each gradient is multiplied by it.
+                weigh, factor = partial(torch.mul, other=factor), 1
+                for p in {*self.layer.parameters(), *unsharded_parameters(self.layer)}:
+                    if p.requires_grad:
+                        stack.enter_context(p.register_hook(weigh))
+            scaled = loss if factor == 1 else loss * factor
+            (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
 
 
 class DistributedStep(Step):
@@ -248,6 +243,13 @@ class DistributedStep(Step):
         divisor = self.metrics.total / self.loss_weights.global_total()
         if not isinstance(divisor, Tensor) and math.isclose(divisor, 1, rel_tol=1e-12):
             return  # sums of fractions may differ in the last bit
+        if self.has_stepped and isinstance(divisor, Tensor):
+            self.metrics.spoil((divisor - 1).abs() > 1e-9)
+        elif self.has_stepped:
+            raise RuntimeError(
+                "an optimizer that steps in hooks must get as many samples in each step, but got "
+                "others: pass microbatch_size or drop_last=True to make_loader"
+            )
         gradients: list[Any] = [p.grad for p in self.module.parameters() if p.grad is not None]
         gradients = [g.to_local() if hasattr(g, "to_local") else g for g in gradients]
         for device, dtype in {(g.device, g.dtype) for g in gradients}:

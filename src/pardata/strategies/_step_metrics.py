@@ -1,5 +1,6 @@
 """Loss and metrics of a step: collected by microbatch, summed over the ranks, divided by counts."""
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from pardata.strategies._loss_weights import positive
 _HASHES = 3
 _FRONT = 1 + 2 * _HASHES
 _VALUES = 19
+_MOST = 10_000  # elements of a metric that is reduced in each step; statistics may have more
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class StepMetrics:
     """The losses and metrics of this rank's microbatches, and their means over all ranks.
 
     Args:
-        structures: the structures of metrics in earlier steps of the model.
+        structures: the last structures of metrics in earlier steps of the model.
 
     Attributes:
         step: the step and its loader, as a text that ranks compare; "" if unknown.
@@ -86,7 +88,7 @@ class StepMetrics:
     _error: Exception | None = None
     _means: list[Tensor] | None = None  # the means of the loss, and of the leaves of metrics
 
-    def __init__(self, structures: set[str]) -> None:
+    def __init__(self, structures: deque[str]) -> None:
         self._structures = structures
         self._seen: list[tuple[list[Leaf], float]] = []
         # Number of leaves weighted like the loss; totals and counts of each `Mean` follow.
@@ -114,11 +116,11 @@ class StepMetrics:
             text = _structure(plain, means)
             if text not in self._structures:
                 _check_means(plain, microbatch)
+                self._structures.append(text)
         except TypeError as error:
             return self._refuse(error)
         if self._text not in (None, text):
             return self._refuse(ValueError(_UNLIKE))
-        self._structures.add(text)
         self._text, self._metrics, self._paths = text, metrics, (*plain, *means)
         self._weighted = 1 + len(plain)
         leaves = [*plain.values(), *(part for m in means.values() for part in (m.total, m.count))]
@@ -216,10 +218,12 @@ class StepMetrics:
         """
         first = self._first()
         numbers = sum(leaf.numel() if isinstance(leaf, Tensor) else 1 for leaf in first)
-        dtype = torch.float64 if front else widest_float_dtype(first[0].device)
+        device, dtype = first[0].device, widest_float_dtype(first[0].device)
+        if front and dtype != torch.float64:  # hashes need it
+            device, dtype = torch.device("cpu"), torch.float64
         host = torch.tensor(front, dtype=dtype, device="cpu")
         host = nn.functional.pad(host, (0, max(numbers, _VALUES if front else 0)))
-        sums = without_wait(host, first[0].device)
+        sums = without_wait(host, device)
         for leaves, count in seen:
             if count:  # 0 times NaN is NaN, so a count of 0 is left out
                 weights = [count] * self._weighted + [1] * len(leaves)
@@ -244,6 +248,7 @@ def _addend(leaf: Leaf, sums: Tensor) -> Any:
     if not isinstance(leaf, Tensor):
         return float(leaf)
     is_local = leaf.device == sums.device and leaf.dtype.itemsize > 1  # `add_` takes no float8
+    leaf = leaf if leaf.is_cpu else leaf.to(sums.device)  # before float64, which it may lack
     return leaf if is_local else without_wait(leaf.to(sums.dtype), sums.device)
 
 
@@ -272,7 +277,7 @@ def _structure(plain: Mapping[KeyPath, Leaf], means: Mapping[KeyPath, Mean]) -> 
 
 
 def _check_means(found: Mapping[KeyPath, Leaf], microbatch: Any) -> None:
-    """Raise for a metric with a row for each sample, which is no mean.
+    """Raise for a metric with a row for each sample, which is no mean, or of many elements.
 
     A structure that has occurred with another number of samples is not checked again.
     """
@@ -281,6 +286,12 @@ def _check_means(found: Mapping[KeyPath, Leaf], microbatch: Any) -> None:
         rows.add(num_samples(microbatch))
     for path, leaf in found.items():
         shape = leaf.shape if isinstance(leaf, Tensor) else ()
+        if isinstance(leaf, Tensor) and leaf.numel() > _MOST:
+            raise TypeError(
+                f"`{keystr('metrics', path)}` must have at most {_MOST} elements, but its shape is "
+                f"{tuple(shape)}: return its mean, keep outputs and call all_gather after "
+                f"backward, or return statistics as Mean(total, count)"
+            )
         if shape and shape[0] in rows and tuple(shape) != (1,):
             raise TypeError(
                 f"`{keystr('metrics', path)}` must be a mean over the microbatch, but its shape is "

@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pardata._pytree import sha256_of
+from pardata._pytree import require_dense, sha256_of
 from pardata.collectives._comm_errors import explain_comm_errors
 from pardata.environment._world import require_world, store_client
 from pardata.model._state_dict import LoadedKeys
 from pardata.model._unwrap import unwrap
 from pardata.store._rank_errors import format_rank_table
-from pardata.store._round import raise_if_different, require_equal
+from pardata.store._round import exchange, raise_if_different, require_equal
 from pardata.strategies._wrap_model import strategy_of
 
 
@@ -62,7 +62,11 @@ def fingerprint(model: nn.Module) -> str:
     >>> fingerprint(nn.Identity())[:8]
     'e3b0c442'
     """
+    state = unwrap(model).state_dict()
     with explain_comm_errors("fingerprint"):
+        if any(hasattr(value, "full_tensor") for value in state.values()):
+            exchange(store_client(), "fingerprint", lambda: require_dense(state, "state_dict()"))
+        require_dense(state, "state_dict()")
         return sha256_of((f"{name} {full.dtype}", full) for name, full in named_tensors(model))
 
 
@@ -87,6 +91,7 @@ def check_in_sync(model: nn.Module) -> None:
         module = unwrap(model)
         # Includes non-persistent buffers.
         state = {**module.state_dict(), **dict(module.named_buffers())}
+        require_dense(state, "state_dict()")
         return {
             name: (part, sha256_of([(f"{tensor.dtype} {tuple(tensor.shape)}", tensor)])[:16])
             for name, value in (state.items() if world.size > 1 else ())

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pardata._pytree import require_dense
 from pardata._validation import check_bool, check_module, type_with_article
 from pardata.environment._device import check_supported, checked_device
 from pardata.environment._world import require_world, store_client
@@ -212,6 +213,8 @@ def _facts_of(model: nn.Module, strategy: str, settings: WrapOptions) -> dict[st
     plain.pop("output_device", None)  # it differs between ranks
     facts: dict[str, object] = {"the strategy": strategy, "the options": plain}
     for number, (name, tensor) in enumerate([*model.named_parameters(), *model.named_buffers()]):
+        if not tensor.is_meta:  # under "fsdp" another rank than 0 may have such a model
+            require_dense(tensor, name)
         trained = ", trained" if tensor.requires_grad else ""
         facts[name] = f"{number}: {tuple(tensor.shape)} {tensor.dtype}{trained}"
     return facts

@@ -17,7 +17,7 @@ from pardata.model._torch_internals import sync_batch_norms, versions_of
 from pardata.model._transparent import TransparentWrapper
 from pardata.model._unwrap import Wrapper, unwrap
 from pardata.store._round import Facts
-from pardata.strategies._step import active_model, bare_forward
+from pardata.strategies._forward import active_model, check_nested
 from pardata.strategies._strategy import Strategy, WrapOptions, broadcast_weights
 from pardata.strategies.exact._exact_step import ExactStep
 from pardata.strategies.exact._gradient_sums import GradientSums
@@ -47,9 +47,9 @@ class ExactModel(TransparentWrapper, Wrapper):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module."""
-        if active_model() in (None, self):
-            return self.module(*inputs, **kwargs)
-        return bare_forward(self.module, *inputs, **kwargs)
+        if active_model() not in (None, self):
+            check_nested(self.module)
+        return self.module(*inputs, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's state dict, with a record of the numerics in its metadata."""

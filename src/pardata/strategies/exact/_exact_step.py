@@ -16,8 +16,9 @@ from pardata.model._torch_internals import parameters_of
 from pardata.rng._rng_state import ForkedRng, default_generators, seed_generators
 from pardata.store._rank_errors import has_lost_peer, mark_secondary
 from pardata.store._round import Facts
+from pardata.strategies._forward import active_step
 from pardata.strategies._loss_weights import Microbatch, start_all_reduce
-from pardata.strategies._step import Step, active_step, microbatch_seed
+from pardata.strategies._step import Step, microbatch_seed
 from pardata.strategies.exact._buffer_means import BufferMeans
 from pardata.strategies.exact._numerics import numerics_error
 from pardata.strategies.exact._tree_all_reduce import TreeAllReduce, TreeLayout
@@ -51,6 +52,8 @@ class ExactStep(Step):
     # A rank without microbatches runs a placeholder, to learn the structure of the metrics.
     min_microbatches = 1
     grads_are_averaged, has_ordered_sums = False, True
+    partial_where, partial_cure = "under 'exact'", "step after backward"
+    gradients_are_final = False
 
     def _prepare(self) -> None:
         self.size = world().size
@@ -71,7 +74,7 @@ class ExactStep(Step):
         failed = self._refusal  # also if this rank runs no microbatch
         # Python's and NumPy's generators are saved once a step, because NumPy takes 70 µs.
         stash = StashedGradients(parameters_of(self.module))
-        with ForkedRng(default_generators()[:-1]), stash, active_step(self.layer):
+        with ForkedRng(default_generators()[:-1]), stash, active_step(self):
             try:
                 try:
                     # Collective if counts are fractions, so before any error of a later microbatch.

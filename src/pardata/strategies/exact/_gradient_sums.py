@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from pardata.model._torch_internals import name_of, parameters_of
+from pardata.strategies._forward import active_model
 from pardata.strategies._loss_weights import Microbatch
-from pardata.strategies._step import active_model
 from pardata.strategies.exact._bucket import buckets_of
 from pardata.strategies.exact._tree_all_reduce import TreeLayout
 

@@ -1,6 +1,5 @@
 """Collective calls belong to one thread of a rank."""
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -32,28 +31,38 @@ def test_a_second_thread_raises_on_every_rank_and_the_first_goes_on():
             ):
                 assert error == (
                     f"RuntimeError: `{call}` must be called in the thread of all collectives, "
-                    f"'MainThread', but is in 'other_0': call it there, or `pardata.init()` first "
-                    f"if that has ended"
+                    f"'MainThread', but is in 'other_0': call it there, or train here alone, after "
+                    f"`pardata.init()` here"
                 )
 
 
-def trained():
+def trained(joins):
+    if joins:
+        init()
     model = wrap_model(nn.Linear(2, 1), "ddp")
     return float(backward(model, lambda m, x: m(x).mean(), torch.ones(2, 2)))
 
 
 def elsewhere():
-    """Train in a thread after `init` in this one, then in another that calls it, then here."""
+    """Train in other threads, with and without `init` there, then in this one."""
     init()
-    found = [isinstance(in_thread(trained), float)]
-    found.append("in the thread of all" in str(in_thread(trained)))
-    init()
-    found.append(isinstance(in_thread(trained), float))
-    return [*found, all_reduce_mean(1.0), threading.active_count() > 0]
+    found = ["in the thread of all" in str(in_thread(trained, joins)) for joins in (False, True)]
+    return [*found, all_reduce_mean(1.0)]
 
 
-def test_training_may_run_in_a_thread_of_its_own_from_the_start():
-    assert run(elsewhere, world_size=2) == [[True, True, True, 1.0, True]] * 2
+def test_training_may_run_in_the_thread_of_the_last_init():
+    assert run(elsewhere, world_size=2) == [[True, False, 1.0]] * 2
+
+
+def mixed():
+    """Average two numbers in two threads, of which other ones begin on the ranks."""
+    rank, names = init().rank, ["loss", "accuracy"]
+    return [str(in_thread(all_reduce_mean, 1.0)) for _ in sorted(names, reverse=rank)]
+
+
+def test_numbers_of_two_threads_are_never_mixed():
+    for errors in run(mixed, world_size=2):
+        assert all("must be called in the thread of all collectives" in error for error in errors)
 
 
 def alone():

@@ -58,7 +58,8 @@ class StopSignal:
 
         Call it once a step, on every rank. It sends in the background whether this rank got a
         signal, and the next call reads that, so no step waits. The answer is then one step late,
-        and stays true. In a single process it is true at once.
+        and stays true. In a single process it is true at once. If a rank calls it once more than
+        the others, the next collective call waits until the timeout.
 
         Raises:
             RuntimeError: it is called before the block.

@@ -171,8 +171,8 @@ def require_world(what: str, *, is_collective: bool = True) -> World:
     """Return the current world, or raise if `what` needs a group that was not joined.
 
     Raises:
-        RuntimeError: a launcher started several processes, and `init` was not called. Or another
-            thread has made the collective calls since the last `init`.
+        RuntimeError: a launcher started several processes, and `init` was not called. Or it is a
+            collective call in another thread than that of the last `init`.
     """
     found = current_world()
     if is_collective and found.size > 1 and not _device.in_backward():  # in PyTorch's threads
@@ -181,7 +181,7 @@ def require_world(what: str, *, is_collective: bool = True) -> World:
         if owner is not this and (owner.is_alive() or this is not main_thread()):
             raise RuntimeError(
                 f"`{what}` must be called in the thread of all collectives, {owner.name!r}, but is "
-                f"in {this.name!r}: call it there, or `pardata.init()` first if that has ended"
+                f"in {this.name!r}: call it there, or train here alone, after `pardata.init()` here"
             )
         client.thread = this
     if found.backend is not None or is_child():

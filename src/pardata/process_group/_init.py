@@ -8,7 +8,7 @@ import sys
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from threading import Timer
+from threading import Timer, current_thread
 from typing import Any
 
 import torch
@@ -98,7 +98,7 @@ def init(
     if before is not None:
         given = dict[str, object](backend=backend, timeout=patience, hang_after=hang_after)
         _check_same_arguments(before, device, given)
-        before.client.thread = None  # another one may take over
+        before.client.thread = current_thread()
         return replace(before.world, _at_the_end=None)
     launch = detect_launch(os.environ) if dist.group.WORLD is None else None
     if launch is not None:
@@ -120,7 +120,7 @@ def init(
         os.environ["PARDATA_JOINED"] = f"{os.getpid()} {detect_launch(os.environ).launch_id}"
     register_state(state)
     install_excepthook(state)
-    world, state.hang_after = state.world, hang_after
+    world, state.hang_after, state.client.thread = state.world, hang_after, current_thread()
     if hang_after:
         state.resources.callback(Watchdog(state, hang_after.total_seconds()).stop)
     text = "joined: world size %d, nodes %d, launcher %s, backend %s, device %s on %s"

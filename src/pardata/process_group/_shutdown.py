@@ -26,13 +26,7 @@ from pardata.environment._logger import get_logger
 from pardata.environment._world import GroupState, group_state, is_child, process
 from pardata.store._client import StoreClient
 from pardata.store._current_op import raise_location
-from pardata.store._rank_errors import (
-    RemoteError,
-    has_lost_peer,
-    is_peer_failure,
-    is_secondary,
-    summary_line,
-)
+from pardata.store._rank_errors import RemoteError, has_lost_peer, is_secondary, summary_line
 from pardata.store._round import abort_rounds
 
 _log = get_logger(__name__)
@@ -169,10 +163,9 @@ def _report(error: BaseException, state: GroupState) -> str:
         return f"rank {cause.rank} of {client.size} failed first: {cause.text}"
     text, because = f"rank {client.rank} of {client.size} has failed: {line}", f": {line}"
     try:
-        # An explained error has waited for the failure already.
-        is_explained = has_lost_peer(error) and not is_peer_failure(error)
-        first, _ = first_failure(client, 0 if is_explained else _PATIENCE.total_seconds())
-        if first is not None:
+        # A rank stores its failure before its connections close.
+        patience = 0 if has_lost_peer(error) else _PATIENCE.total_seconds()
+        if (first := first_failure(client, patience)[0]) is not None:
             text = f"rank {first.rank} of {client.size} failed first: {first.text}"
             why = f"rank {first.rank} failed first: {first.text}"
             because = f" because {why}; here: {raise_location(error)}"

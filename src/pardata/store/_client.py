@@ -35,7 +35,7 @@ class StoreClient:
         size: number of ranks.
         rounds: number of rounds (see ``_round``) that this rank has started.
         closed: the reason why no round can follow, "" if there is none.
-        thread: the thread of the collective calls since the last `init`, if there was one.
+        thread: the thread of all collective calls: of the last `init`, or else of the first call.
     """
 
     store: dist.Store

@@ -42,8 +42,6 @@ LossFn: TypeAlias = Callable[[nn.Module, Any], Any]
 _checked_models = WeakSet[nn.Module]()
 
 _MISSING: Any = None  # the default, so that `backward(loss)` raises an error with a cure
-# An attribute of the wrapper: whether the model has SyncBatchNorms.
-_NORMS = "_pardata_sync_batch_norms"
 
 
 @overload
@@ -145,12 +143,12 @@ def backward(
             ``no_sync()``.
         RuntimeError: `loss_fn` did not run `model` (one process checks that in the first step), or
             the loss trains a parameter outside of `model`. Or `loss_fn` calls a collective, or runs
-            another wrapped model that would change its buffers. Or an optimizer steps in a hook,
-            before the gradient is final. Or `backward` is called under autocast. Or, under
-            ``"ddp"``, parameters were added, exchanged or converted since `wrap_model`. Or, under
-            ``"fsdp"``, a backward has made gradients that no rank has reduced. Or, under
-            ``"exact"``, a forward has changed a floating-point buffer that no norm owns; other
-            strategies warn of it.
+            another wrapped model that would change its buffers. Or a parameter has a
+            ``register_post_accumulate_grad_hook``, which would see a part of the gradient. Or
+            `backward` is called under autocast. Or, under ``"ddp"``, parameters were added,
+            exchanged or converted since `wrap_model`. Or, under ``"fsdp"``, a backward has made
+            gradients that no rank has reduced. Or, under ``"exact"``, a forward has changed a
+            floating-point buffer that no norm owns; other strategies warn of it.
             Or ranks differ: in the step, the structure of metrics, the modes (``train()``,
             ``eval()``), the trained parameters, the run's seed, or the weights. Weights are
             compared in steps 1, 2, 4 … 32 of a model and in each 64th, under ``"ddp"`` and
@@ -237,10 +235,7 @@ def _check_batch_norms(step: Step, batch: Any) -> None:
     """Raise for `Microbatches` with SyncBatchNorm, which would normalise only a few at a time."""
     if step.size == 1 or not isinstance(batch, Microbatches):
         return
-    flags = vars(step.layer)  # cached, because a search takes 1 % of a small model's step
-    if _NORMS not in flags:
-        flags[_NORMS] = bool(sync_batch_norms(step.module))
-    if flags[_NORMS] and any(norm.training for norm in sync_batch_norms(step.module)):
+    if any(norm.training for norm in sync_batch_norms(step.module)):
         raise ValueError(
             "`batch` must not be Microbatches for a model with SyncBatchNorm, which needs the "
             "global batch: leave out microbatch_size or sync_batchnorm"

@@ -159,8 +159,6 @@ class DdpStep(DistributedStep):
     """Step of "ddp": every rank runs at least one microbatch, and DDP reduces in the last one."""
 
     min_microbatches = 1
-    partial_where = "under 'ddp'"
-    partial_cure = "step after backward, or wrap under 'fsdp'"
     _payload: reducer.Payload | None = None
 
     def _prepare(self) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import is_dataclass
 from functools import cache
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from pardata._pytree import leaves_with_path
 from pardata._validation import check_int
 from pardata.data._batch import uneven_shares
+from pardata.data._microbatches import Microbatches
 from pardata.environment._device import checked_device, widest_float_dtype
 from pardata.environment._logger import get_logger
 from pardata.model import _fsdp_utils as fsdp_utils
@@ -88,7 +89,8 @@ class FsdpStep(DistributedStep):
 
     @property
     def gradients_are_final(self) -> bool:
-        return self.loss_weights.most == 1  # PyTorch reduces them before their hooks
+        # PyTorch reduces them before their hooks. Without a loader they may be rescaled afterwards.
+        return self.loss_weights.most == 1 and isinstance(self.batch, Microbatches)
 
     @contextmanager
     def microbatch(self, microbatch: Microbatch) -> Iterator[None]:
@@ -255,26 +257,21 @@ def _broadcast_buffers(module: nn.Module, _args: object, _output: object) -> Non
 
 
 _MARK = "_pardata_replaced"  # an attribute of replaced parameters
-_checked = WeakSet[torch.optim.Optimizer]()
 
 
 def refuse_old_optimizers(replaced: Iterable[nn.Parameter]) -> None:
     """Make the step of an optimizer raise if it has one of these parameters."""
     for parameter in replaced:
         setattr(parameter, _MARK, True)
-    _checked.clear()
     _watch()
 
 
 def _look(one: torch.optim.Optimizer, *_: object) -> None:
-    if one in _checked:
-        return
     parameters = [parameter for group in one.param_groups for parameter in group["params"]]
     if stale := sum(hasattr(parameter, _MARK) for parameter in parameters):
         raise RuntimeError(
             f"{type(one).__name__} has {stale} parameters from before wrap_model: make it after"
         )
-    _checked.add(one)
 
 
 # Registers the check of optimizers before their steps, once for a process.

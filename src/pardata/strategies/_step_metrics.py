@@ -1,5 +1,6 @@
 """Loss and metrics of a step: collected by microbatch, summed over the ranks, divided by counts."""
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -285,16 +286,11 @@ def _check_means(found: Mapping[KeyPath, Leaf], microbatch: Any) -> None:
     with suppress(TypeError):  # the number of samples is unclear
         rows.add(num_samples(microbatch))
     for path, leaf in found.items():
-        shape = leaf.shape if isinstance(leaf, Tensor) else ()
-        if isinstance(leaf, Tensor) and leaf.numel() > _MOST:
+        shape = tuple(leaf.shape) if isinstance(leaf, Tensor) else ()
+        has_rows = shape != (1,) and shape[:1] in {(number,) for number in rows}
+        if has_rows or math.prod(shape) > _MOST:
             raise TypeError(
-                f"`{keystr('metrics', path)}` must have at most {_MOST} elements, but its shape is "
-                f"{tuple(shape)}: return its mean, keep outputs and call all_gather after "
-                f"backward, or return statistics as Mean(total, count)"
-            )
-        if shape and shape[0] in rows and tuple(shape) != (1,):
-            raise TypeError(
-                f"`{keystr('metrics', path)}` must be a mean over the microbatch, but its shape is "
-                f"{tuple(shape)}, a row for each sample: return its mean, or keep it and call "
+                f"`{keystr('metrics', path)}` must be a mean over the microbatch, of at most "
+                f"{_MOST} elements, but its shape is {shape}: return its mean, or keep it and call "
                 f"all_gather after backward; if rows are classes, return Mean(total, count)"
             )

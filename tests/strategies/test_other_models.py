@@ -280,7 +280,7 @@ def drifts():
     batch = cut(pieces((3,) * 4))
     backward(maker, lambda m, b: m(b[0]).square().mean(), batch)
     with torch.no_grad():
-        unwrap(maker)(torch.randn(5, 4, dtype=torch.float64) + world().rank)
+        unwrap(maker)(torch.randn(5, 4, dtype=torch.float64) * (1 + world().rank))
     return str(caught(backward, maker, lambda m, b: m(b[0]).square().mean(), batch))
 
 

@@ -22,13 +22,11 @@ from pardata.store._current_op import current_op
 from pardata.strategies._forward import (
     check_arguments,
     check_forward,
-    scalar_loss,
     sum_terms,
-    upcast,
     zero_backward,
 )
 from pardata.strategies._loss_weights import Count, LossWeights, Microbatch, positive
-from pardata.strategies._step import SEEN, Step, forbidden_in, metric_structures, microbatch_seed
+from pardata.strategies._step import SEEN, Step, forbidden_in, microbatch_seed
 from pardata.strategies._step_metrics import StepMetrics
 from pardata.strategies._wrap_model import find_strategy
 
@@ -195,16 +193,12 @@ def _single(model: nn.Module, loss_fn: LossFn, batch: Any, scaler: GradScaler | 
     with StashedGradients(parameters_of(model)), fork_torch_rng(microbatch_seed(batch, first)):
         with forbidden_in(batch):
             returned = loss_fn(model, microbatch)
-        if not isinstance(returned, Tensor):
-            metrics = StepMetrics(metric_structures(model))
-            loss = metrics.add(returned, 1, microbatch)
-            metrics.raise_refused()
-        else:  # a loss without metrics is the mean
-            metrics, loss = None, scalar_loss(returned)
+        metrics = StepMetrics(model)
+        loss = metrics.add(returned, 1, microbatch)
+        metrics.raise_refused()
         (loss if scaler is None else scaler.scale(loss)).backward()
-    means = upcast(loss.detach()) if metrics is None else metrics.result()
     _mark_done(model, batch)
-    return means
+    return metrics.result()
 
 
 def _mark_done(model: nn.Module, batch: Any) -> None:
@@ -233,9 +227,8 @@ def _step_of(model: nn.Module, batch: Any, scaler: GradScaler | None) -> Step:
 
 def _check_batch_norms(step: Step, batch: Any) -> None:
     """Raise for `Microbatches` with SyncBatchNorm, which would normalise only a few at a time."""
-    if step.size == 1 or not isinstance(batch, Microbatches):
-        return
-    if any(norm.training for norm in sync_batch_norms(step.module)):
+    is_cut = step.size > 1 and isinstance(batch, Microbatches)
+    if is_cut and any(norm.training for norm in sync_batch_norms(step.module)):
         raise ValueError(
             "`batch` must not be Microbatches for a model with SyncBatchNorm, which needs the "
             "global batch: leave out microbatch_size or sync_batchnorm"

@@ -144,13 +144,6 @@ class FsdpStrategy(Strategy):
             )
         if {"replicate", "mesh"} <= settings.options.keys():
             raise ValueError("`replicate` must be left out with `mesh`: pass a 2-D mesh instead")
-        attributes = [(p, *one) for p, part in model.named_modules() for one in vars(part).items()]
-        for path, name, value in attributes:
-            if isinstance(value, Tensor) and value.is_meta:
-                raise ValueError(
-                    f"`{f'{path}.{name}'.lstrip('.')}` must be a parameter or a buffer, but is a "
-                    f"plain tensor on meta, which nothing fills: call register_buffer"
-                )
         held = [*model.named_parameters(), *model.named_buffers()]
         empty = [name for name, one in held if one.is_meta]
         if empty and settings.world.is_main:

@@ -1,9 +1,8 @@
 """One step of `backward`: in a single process, or with gradients that PyTorch reduces."""
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -33,7 +32,6 @@ _NOTHING = nullcontext()
 _LEAST = 1e-30  # changes no divisor except 0
 # Attributes of the layer that belongs to a model's strategy.
 SEEN = "_pardata_has_looked"
-_METRICS = "_pardata_known_metrics"
 _COMMUNICATES = "_pardata_loss_communicates"
 
 
@@ -48,19 +46,6 @@ def forbidden_in(batch: Any) -> AbstractContextManager[None]:
         "must not be called in `loss_fn` with Microbatches: return metrics, of which backward "
         "takes the mean over all ranks, or call it before backward"
     )
-
-
-def _unequal_microbatches_error(microbatches: int, size: int) -> RuntimeError:
-    return RuntimeError(
-        f"`loss_fn` must not call torch.distributed if ranks run unequally many microbatches, here "
-        f"{microbatches} on {size} ranks: return metrics, or let ranks share them equally"
-    )
-
-
-def metric_structures(layer: nn.Module) -> deque[str]:
-    """Return the last structures of metrics in the steps of a model."""
-    structures: deque[str] = vars(layer).setdefault(_METRICS, deque(maxlen=8))
-    return structures
 
 
 class Step(Replicas):
@@ -87,7 +72,7 @@ class Step(Replicas):
         super().__init__(layer)
         self.model, self.module = model, wrapper_chain(model)[-1]
         self.scaler, self.batch = scaler, batch
-        self.metrics = StepMetrics(metric_structures(layer))
+        self.metrics = StepMetrics(layer)
         self._writes = BufferWrites(layer)
         self.looks = SEEN not in vars(layer)
         self._prepare()
@@ -128,16 +113,14 @@ class Step(Replicas):
                 ranks run unequally many microbatches. Or a user's hook would see the gradient of a
                 part of the step.
         """
-        flags, is_even = vars(self.layer), True
+        flags = vars(self.layer)
         if self.looks and not self.gradients_are_final and (name := name_of_hooked(self.module)):
             raise RuntimeError(
                 f"`{name}` must have no register_post_accumulate_grad_hook, which would see a part "
                 f"of the gradient, but has: step after backward"
             )
-        if isinstance(self.batch, Microbatches):
-            is_even = len(self.batch.counts) % self.size == 0
-        if not is_even and flags.get(_COMMUNICATES):
-            raise _unequal_microbatches_error(len(self.batch.counts), self.size)
+        if flags.get(_COMMUNICATES):
+            self._check_even()
         # Not under FSDP, whose forward communicates, and of which all ranks run equally many.
         looks = self.size > 1 and SEEN not in flags and not self.equal_microbatches
         before = sequence_number(self.group) if looks else 0
@@ -145,8 +128,16 @@ class Step(Replicas):
             yield
         if looks and sequence_number(self.group) != before:
             self.found[_COMMUNICATES] = True
-            if not is_even:
-                raise _unequal_microbatches_error(len(self.batch.counts), self.size)
+            self._check_even()
+
+    def _check_even(self) -> None:
+        """Raise if ranks run unequally many microbatches."""
+        if isinstance(self.batch, Microbatches) and len(self.batch.counts) % self.size:
+            raise RuntimeError(
+                f"`loss_fn` must not call torch.distributed if ranks run unequally many "
+                f"microbatches, here {len(self.batch.counts)} on {self.size} ranks: return "
+                f"metrics, or let ranks share them equally"
+            )
 
     def microbatch(self, microbatch: Microbatch) -> AbstractContextManager[None]:  # noqa: ARG002  # `ExactStep` uses it
         """Return the context of the forward and backward of one microbatch."""
@@ -190,15 +181,8 @@ class Step(Replicas):
         """Run the backward of a microbatch that is the fraction `part` of the global batch."""
         # DDP and FSDP divide by the world size; the factor turns their mean into a sum.
         factor = part * self.size if self.grads_are_averaged else part
-        with ExitStack() as stack:
-            if loss.dtype.itemsize < 4 and math.frexp(factor)[0] != 0.5:  # no power of 2
-                # A loss of 16 bits would round it, so each gradient is multiplied by it.
-                weigh, factor = partial(torch.mul, other=factor), 1
-                for p in {*self.layer.parameters(), *unsharded_parameters(self.layer)}:
-                    if p.requires_grad:
-                        stack.enter_context(p.register_hook(weigh))
-            scaled = loss if factor == 1 else loss * factor
-            (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
+        scaled = loss if factor == 1 else loss * factor
+        (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
 
 
 class DistributedStep(Step):

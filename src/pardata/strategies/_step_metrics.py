@@ -25,6 +25,7 @@ from pardata.strategies._loss_weights import positive
 _HASHES = 3
 _FRONT = 1 + 2 * _HASHES
 _VALUES = 19
+_STRUCTURES = "_pardata_metric_structures"  # an attribute of the layer of a model's strategy
 _MOST = 10_000  # elements of a metric that is reduced in each step; statistics may have more
 
 
@@ -71,7 +72,7 @@ class StepMetrics:
     """The losses and metrics of this rank's microbatches, and their means over all ranks.
 
     Args:
-        structures: the last structures of metrics in earlier steps of the model.
+        layer: the layer that belongs to the model's strategy.
 
     Attributes:
         step: the step and its loader, as a text that ranks compare; "" if unknown.
@@ -89,8 +90,9 @@ class StepMetrics:
     _error: Exception | None = None
     _means: list[Tensor] | None = None  # the means of the loss, and of the leaves of metrics
 
-    def __init__(self, structures: deque[str]) -> None:
-        self._structures = structures
+    def __init__(self, layer: nn.Module) -> None:
+        # The last structures in the steps of the model.
+        self._structures: deque[str] = vars(layer).setdefault(_STRUCTURES, deque(maxlen=8))
         self._seen: list[tuple[list[Leaf], float]] = []
         # Number of leaves weighted like the loss; totals and counts of each `Mean` follow.
         self._weighted = 1

@@ -20,8 +20,8 @@ from pardata.model._unwrap import is_parallel
 from pardata.rng._rng_state import fork_rng, fork_torch_rng
 from pardata.store._current_op import current_op
 from pardata.strategies._forward import (
-    check_arguments,
     check_forward,
+    check_loss_fn,
     sum_terms,
     zero_backward,
 )
@@ -168,7 +168,7 @@ def backward(
     seen = count is None and is_single_process() and callable(loss_fn) and model in _checked_models
     if seen and (not isinstance(batch, Microbatches) or len(batch) == 1):
         return _single(model, loss_fn, batch, scaler)
-    check_arguments(model, loss_fn)
+    check_loss_fn(loss_fn)
     step = _step_of(model, batch, scaler)
     step.loss_weights = LossWeights.of(batch, count, step)
     with explain_comm_errors("backward", batch), step.synchronized():

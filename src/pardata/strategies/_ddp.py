@@ -170,9 +170,6 @@ class DdpStep(DistributedStep):
             except BaseException:
                 reducer.reset_reducer(self.layer)
                 raise
-            finally:
-                if self._payload is not None:
-                    self._payload.numbers = None  # left by a failed step
             if self._is_transparent and self.layer._has_unequal_buffers():
                 self.layer._broadcast_buffers()
             self._take_means()

@@ -51,13 +51,9 @@ def check_nested(module: nn.Module) -> None:
         )
 
 
-def check_arguments(model: object, loss_fn: object) -> None:
-    """Raise for the arguments of ``loss.backward()`` or of a loss function."""
+def check_loss_fn(loss_fn: object) -> None:
+    """Raise for the arguments of ``loss.backward()``, and for a loss function."""
     what = getattr(loss_fn, "__name__", type_with_article(loss_fn))
-    if isinstance(model, Tensor):
-        raise TypeError(
-            "`model` must be a module, but is a Tensor: call backward(model, loss_fn, batch)"
-        )
     if not callable(loss_fn):
         raise TypeError(
             f"`loss_fn` must be a function, but is {what}: call backward(model, loss_fn, batch)"

@@ -199,10 +199,8 @@ class StepMetrics:
             return loss
         first = self._weighted - 1
         values = list(map(cast_like, leaves[:first], metrics[:first]))
-        for leaf, total, count in zip(
-            leaves[first::2], metrics[first::2], metrics[first + 1 :: 2], strict=True
-        ):
-            values.append(cast_like(leaf, total / count))
+        means = zip(metrics[first::2], metrics[first + 1 :: 2], strict=True)
+        values += map(cast_like, leaves[first::2], [total / count for total, count in means])
         found = dict(zip(self._paths, values, strict=True))
         return loss, map_with_path(self._metrics, lambda path, _: found[path])
 

@@ -124,8 +124,8 @@ class CheckedCollective:
         def least_and_most() -> list[tuple[int, int]]:
             with explain_comm_errors(self._call):
                 back = wait()
-            both = zip(back[::2], back[1::2], strict=True)
-            pairs = [(-int(least), int(most)) for most, least in both]
+            found = zip(back[::2], back[1::2], strict=True)
+            pairs = [(-int(least), int(most)) for most, least in found]
             if any(least != most for least, most in pairs[:_HASHES]):
                 self._raise_mismatch()
             return pairs[_HASHES : len(signed)]

@@ -145,7 +145,8 @@ class FsdpStrategy(Strategy):
             if one.is_meta and settings.world.is_main:
                 raise ValueError(
                     f"rank 0 must build `model` without torch.device('meta'), but `{name}` is "
-                    f"empty: or call fully_shard and to_empty(device=…) first, and load_weights after"
+                    f"empty: or call fully_shard and to_empty(device=…) first, and load_weights "
+                    f"after"
                 )
 
     def facts(self, model: nn.Module, settings: WrapOptions) -> Facts:

@@ -401,7 +401,7 @@ def told_and_heard(device, *metrics):
     """
     losses = torch.tensor([1.0, 5.0], device=device).unbind()
     with nothing_waits(device):
-        tallies = [StepMetrics(set()), StepMetrics(set())]
+        tallies = [StepMetrics(nn.Identity()) for _ in range(2)]
         for tally, loss, count, more in zip(tallies, losses, (3, 1), metrics, strict=True):
             metrics = {name: loss.expand(4) for name in more}
             tally.add((loss, {**metrics, "mean": Mean(loss * 3, loss)}), count, None)
@@ -420,7 +420,7 @@ def test_what_ranks_tell_each_other_in_a_step_stops_no_gpu(device):
 
 
 def test_a_metric_on_the_cpu_stops_no_gpu_before_it_is_read(device):
-    tally, loss, layer = StepMetrics(set()), torch.ones((), device=device), nn.Identity()
+    tally, loss, layer = StepMetrics(nn.Identity()), torch.ones((), device=device), nn.Identity()
     with nothing_waits(device):
         tally.add((loss, {"seen": torch.arange(3.0)}), 4, None)
         tally.replica = ReplicaState.of(layer)

@@ -279,9 +279,9 @@ def test_a_metric_of_very_many_elements_raises_on_every_rank(strategy):
     for size in (1, 2):
         for refused, (_, mean) in run(outputs_as_metrics, strategy, world_size=size):
             assert str(refused) == (
-                "TypeError: `metrics` must have at most 10000 elements, but its shape is "
-                "(70, 150): return its mean, keep outputs and call all_gather after backward, or "
-                "return statistics as Mean(total, count)"
+                "TypeError: `metrics` must be a mean over the microbatch, of at most 10000 "
+                "elements, but its shape is (70, 150): return its mean, or keep it and call "
+                "all_gather after backward; if rows are classes, return Mean(total, count)"
             )
             assert mean.shape == (70, 150)
 

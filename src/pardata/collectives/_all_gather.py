@@ -144,10 +144,8 @@ def gather_to_rank_zero(world: World, value: _T, group: Any = None) -> list[_T]:
     lengths = _stack_from_ranks(torch.tensor([len(data)], device=device), world.size, group)
     local = torch.frombuffer(data, dtype=torch.uint8).to(device)
     sent = torch.nn.functional.pad(local, (0, int(lengths.max()) - len(data)))
-    received = [torch.empty_like(sent) for _ in range(world.size)] if world.is_main else None
-    dist.gather(sent, received, group=group)
-    pairs = zip(received or [], lengths.flatten().tolist(), strict=False)
-    return [deserialize(bytes_of(part[:length])) for part, length in pairs]
+    pairs = zip(_stack_from_ranks(sent, world.size, group), lengths.flatten(), strict=True)
+    return [deserialize(bytes_of(part[:n])) for part, n in pairs if world.is_main]
 
 
 def serialize(value: object) -> bytearray:

@@ -124,9 +124,8 @@ class CheckedCollective:
         def least_and_most() -> list[tuple[int, int]]:
             with explain_comm_errors(self._call):
                 back = wait()
-            pairs = [
-                (-int(least), int(most)) for most, least in zip(back[::2], back[1::2], strict=True)
-            ]
+            found = zip(back[::2], back[1::2], strict=True)
+            pairs = [(-int(least), int(most)) for most, least in found]
             if any(least != most for least, most in pairs[:_HASHES]):
                 self._raise_mismatch()
             return pairs[_HASHES : len(signed)]
@@ -182,11 +181,8 @@ class CheckedCollective:
         return result
 
     def _wire_dtype(self, leaf: Any) -> torch.dtype | None:
-        if (
-            not isinstance(leaf, Tensor)
-            or leaf.is_cpu
-            or widest_float_dtype(leaf.device) != torch.float64
-        ):
+        is_near = not isinstance(leaf, Tensor) or leaf.is_cpu
+        if is_near or widest_float_dtype(leaf.device) != torch.float64:
             return None
         return torch.int64 if self.exact and not leaf.is_floating_point() else torch.float64
 

@@ -183,11 +183,8 @@ def has_cpu_backend_beside(backend: str | None, device: torch.device) -> bool:
 
     The model is on `device`, whose backend reduces its gradients.
     """
-    return (
-        device.type != "cpu"
-        and has_accelerator_backend(backend)
-        and supports_device(backend, "cpu")
-    )
+    is_separate = device.type != "cpu" and has_accelerator_backend(backend)
+    return is_separate and supports_device(backend, "cpu")
 
 
 def new_gloo_group(timeout: timedelta | None = None) -> Any:

@@ -85,18 +85,14 @@ class BufferWrites:
             ]
         self._held: list[tuple[str, dict[str, Tensor], str]] = held[_UNOWNED]
         before = [buffers.get(key) for _, buffers, key in self._held]
-        self._before = [(buffer, _writes(buffer)) for buffer in before]
+        self._before = [(buffer, write_count(buffer)) for buffer in before]
 
     def find(self) -> str | None:
         """Return the name of a buffer that was written since, or exchanged."""
         for (name, buffers, key), (buffer, writes) in zip(self._held, self._before, strict=True):
-            if buffers.get(key) is not buffer or _writes(buffer) != writes:
+            if buffers.get(key) is not buffer or write_count(buffer) != writes:
                 return name
         return None
-
-
-def _writes(buffer: Tensor | None) -> int:
-    return 0 if buffer is None else write_count(buffer)
 
 
 class StashedGradients(AbstractContextManager["StashedGradients"]):

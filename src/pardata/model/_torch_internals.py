@@ -57,9 +57,9 @@ def has_comm_hook(layer: nn.Module) -> bool:
     return bool(getattr(layer, "_comm_hooks", ()))
 
 
-def write_count(tensor: Tensor) -> int:
-    """Return how often a tensor has been written in place, except by ``.data``."""
-    return 0 if tensor.is_inference() else tensor._version
+def write_count(tensor: Tensor | None) -> int:
+    """Return how often a tensor, if any, has been written in place, except by ``.data``."""
+    return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 
 def versions_of(state: Any) -> dict[str, dict[str, Any]]:

@@ -20,15 +20,13 @@ from pardata.model._unwrap import is_parallel
 from pardata.rng._rng_state import fork_rng, fork_torch_rng
 from pardata.store._current_op import current_op
 from pardata.strategies._forward import (
-    check_arguments,
     check_forward,
-    scalar_loss,
+    check_loss_fn,
     sum_terms,
-    upcast,
     zero_backward,
 )
 from pardata.strategies._loss_weights import Count, LossWeights, Microbatch, positive
-from pardata.strategies._step import SEEN, Step, forbidden_in, metric_structures, microbatch_seed
+from pardata.strategies._step import SEEN, Step, forbidden_in, microbatch_seed
 from pardata.strategies._step_metrics import StepMetrics
 from pardata.strategies._wrap_model import find_strategy
 
@@ -42,8 +40,6 @@ LossFn: TypeAlias = Callable[[nn.Module, Any], Any]
 _checked_models = WeakSet[nn.Module]()
 
 _MISSING: Any = None  # the default, so that `backward(loss)` raises an error with a cure
-# An attribute of the wrapper: whether the model has SyncBatchNorms.
-_NORMS = "_pardata_sync_batch_norms"
 
 
 @overload
@@ -145,12 +141,12 @@ def backward(
             ``no_sync()``.
         RuntimeError: `loss_fn` did not run `model` (one process checks that in the first step), or
             the loss trains a parameter outside of `model`. Or `loss_fn` calls a collective, or runs
-            another wrapped model that would change its buffers. Or an optimizer steps in a hook,
-            before the gradient is final. Or `backward` is called under autocast. Or, under
-            ``"ddp"``, parameters were added, exchanged or converted since `wrap_model`. Or, under
-            ``"fsdp"``, a backward has made gradients that no rank has reduced. Or, under
-            ``"exact"``, a forward has changed a floating-point buffer that no norm owns; other
-            strategies warn of it.
+            another wrapped model that would change its buffers. Or a parameter has a
+            ``register_post_accumulate_grad_hook``, which would see a part of the gradient. Or
+            `backward` is called under autocast. Or, under ``"ddp"``, parameters were added,
+            exchanged or converted since `wrap_model`. Or, under ``"fsdp"``, a backward has made
+            gradients that no rank has reduced. Or, under ``"exact"``, a forward has changed a
+            floating-point buffer that no norm owns; other strategies warn of it.
             Or ranks differ: in the step, the structure of metrics, the modes (``train()``,
             ``eval()``), the trained parameters, the run's seed, or the weights. Weights are
             compared in steps 1, 2, 4 … 32 of a model and in each 64th, under ``"ddp"`` and
@@ -172,7 +168,7 @@ def backward(
     seen = count is None and is_single_process() and callable(loss_fn) and model in _checked_models
     if seen and (not isinstance(batch, Microbatches) or len(batch) == 1):
         return _single(model, loss_fn, batch, scaler)
-    check_arguments(model, loss_fn)
+    check_loss_fn(loss_fn)
     step = _step_of(model, batch, scaler)
     step.loss_weights = LossWeights.of(batch, count, step)
     with explain_comm_errors("backward", batch), step.synchronized():
@@ -197,16 +193,12 @@ def _single(model: nn.Module, loss_fn: LossFn, batch: Any, scaler: GradScaler | 
     with StashedGradients(parameters_of(model)), fork_torch_rng(microbatch_seed(batch, first)):
         with forbidden_in(batch):
             returned = loss_fn(model, microbatch)
-        if not isinstance(returned, Tensor):
-            metrics = StepMetrics(metric_structures(model))
-            loss = metrics.add(returned, 1, microbatch)
-            metrics.raise_refused()
-        else:  # a loss without metrics is the mean
-            metrics, loss = None, scalar_loss(returned)
+        metrics = StepMetrics(model)
+        loss = metrics.add(returned, 1, microbatch)
+        metrics.raise_refused()
         (loss if scaler is None else scaler.scale(loss)).backward()
-    means = upcast(loss.detach()) if metrics is None else metrics.result()
     _mark_done(model, batch)
-    return means
+    return metrics.result()
 
 
 def _mark_done(model: nn.Module, batch: Any) -> None:
@@ -235,12 +227,8 @@ def _step_of(model: nn.Module, batch: Any, scaler: GradScaler | None) -> Step:
 
 def _check_batch_norms(step: Step, batch: Any) -> None:
     """Raise for `Microbatches` with SyncBatchNorm, which would normalise only a few at a time."""
-    if step.size == 1 or not isinstance(batch, Microbatches):
-        return
-    flags = vars(step.layer)  # cached, because a search takes 1 % of a small model's step
-    if _NORMS not in flags:
-        flags[_NORMS] = bool(sync_batch_norms(step.module))
-    if flags[_NORMS] and any(norm.training for norm in sync_batch_norms(step.module)):
+    is_cut = step.size > 1 and isinstance(batch, Microbatches)
+    if is_cut and any(norm.training for norm in sync_batch_norms(step.module)):
         raise ValueError(
             "`batch` must not be Microbatches for a model with SyncBatchNorm, which needs the "
             "global batch: leave out microbatch_size or sync_batchnorm"

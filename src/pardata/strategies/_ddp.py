@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from pardata.collectives._comm_errors import explain_comm_errors
-from pardata.collectives._fingerprint import fingerprint_slots, fingerprints_match
 from pardata.data._batch import iter_tensors, uneven_shares
 from pardata.model._grads_and_buffers import StashedGradients, broadcast_coalesced
 from pardata.model._replica_state import CHECK_EVERY, ReplicaState
@@ -35,7 +33,6 @@ class TransparentDDP(TransparentWrapper, DistributedDataParallel):
         super().__init__(module, **options)
         # By `__dict__`, because attributes now belong to the module.
         self.__dict__.update(_forward_runs=False, _expects_backward=False)
-        self._assign_modules_buffers()  # PyTorch does not if it delays all reductions
         if options.get("init_sync", True):
             self._broadcast_buffers()  # torch before 2.13 does not without `broadcast_buffers`
 
@@ -66,7 +63,7 @@ class TransparentDDP(TransparentWrapper, DistributedDataParallel):
             if self._has_unequal_buffers():
                 _after_backward(() if compiles else iter_tensors(output), self._broadcast_buffers)
             is_early = not compiles and ReplicaState.of(self).step < CHECK_EVERY
-            if is_early and self.process_group.size() > 1:
+            if is_early and 1 < self.process_group.size() == dist.get_world_size():
                 # After the final callback of PyTorch's reducer, which is queued by then.
                 later = partial(at_end_of_backward, self._compare_replicas)
                 _after_backward(iter_tensors(output), later, otherwise=False)
@@ -75,21 +72,15 @@ class TransparentDDP(TransparentWrapper, DistributedDataParallel):
     @uncompiled
     def _compare_replicas(self) -> None:
         """Compare the replicas after a ``loss.backward()``. Collective in some of them."""
-        state, size = ReplicaState.of(self), self.process_group.size()
+        state = ReplicaState.of(self)
         state.step += 1
-        if not state.is_due:
-            return
-        device = next(self.module.parameters()).device
-        sums = torch.tensor(fingerprint_slots(state.text(), size), device=device)
-        with explain_comm_errors("loss.backward"):
-            dist.all_reduce(sums, group=self.process_group)
-            differs = state.differs_on_device(self.process_group)
-        if not fingerprints_match(sums.tolist()) or (differs is not None and bool(differs)):
-            state.raise_difference("loss.backward")
+        if state.is_due:
+            state.compare("loss.backward")
 
     def _has_unequal_buffers(self) -> bool:
         # By the module's mode, because unwrap(model).train() does not set the wrapper's.
-        return bool(self.broadcast_buffers and self.modules_buffers and self._inside.training)
+        may_differ = self.broadcast_buffers and self._inside.training
+        return may_differ and next(self.module.buffers(), None) is not None
 
     def will_sync_module_buffers(self) -> bool:
         """Return False, so that PyTorch does not broadcast the buffers before a forward."""
@@ -101,25 +92,19 @@ class TransparentDDP(TransparentWrapper, DistributedDataParallel):
             "`join()` must not be used after wrap_model: make_loader gives all ranks as many steps"
         )
 
-    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
-        """Register the buffer on the module, where it is saved and synchronised."""
-        super().register_buffer(name, tensor, persistent)
-        self._assign_modules_buffers()
-
     @cached_property
     def _payload(self) -> reducer.Payload | None:
         return reducer.payload_for(self)
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
-        # They belong to the reducer, which is created anew.
-        for name in ("_payload", "_reduced"):
+        # The first two belong to the reducer, which is created anew. PyTorch's __setstate__ sets
+        # attributes of the wrapper.
+        for name in ("_payload", "_reduced", "_transparent"):
             state.pop(name, None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Without `_transparent`, because PyTorch's __setstate__ sets attributes of the wrapper.
-        state = {name: value for name, value in state.items() if name != "_transparent"}
         super().__setstate__(state)
         self.__dict__["_transparent"] = True
 
@@ -159,8 +144,6 @@ class DdpStep(DistributedStep):
     """Step of "ddp": every rank runs at least one microbatch, and DDP reduces in the last one."""
 
     min_microbatches = 1
-    partial_where = "under 'ddp'"
-    partial_cure = "step after backward, or wrap under 'fsdp'"
     _payload: reducer.Payload | None = None
 
     def _prepare(self) -> None:
@@ -187,9 +170,6 @@ class DdpStep(DistributedStep):
             except BaseException:
                 reducer.reset_reducer(self.layer)
                 raise
-            finally:
-                if self._payload is not None:
-                    self._payload.numbers = None  # left by a failed step
             if self._is_transparent and self.layer._has_unequal_buffers():
                 self.layer._broadcast_buffers()
             self._take_means()

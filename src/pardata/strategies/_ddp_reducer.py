@@ -25,14 +25,12 @@ class ReducedParameters:
     Attributes:
         parameters: the parameters whose gradients it reduces, in its order.
         sparse: for each of them, whether its gradient is sparse.
-        trained: for each of them, whether it was trainable at the last `check`.
     """
 
     def __init__(
         self, model: DistributedDataParallel, parameters: list[nn.Parameter], sparse: list[bool]
     ) -> None:
         self.parameters, self.sparse = parameters, sparse
-        self.trained: tuple[bool, ...] = ()
         self._kinds = {id(parameter): _kind(parameter) for parameter in parameters}
         # Held by reference, so that no other parameter gets the same id.
         others = {n: p for n, p in model.module.named_parameters() if id(p) not in self._kinds}
@@ -46,16 +44,13 @@ class ReducedParameters:
             RuntimeError: a parameter was added, exchanged, converted, frozen or unfrozen.
         """
         for parameter in parameters_of(model.module):
-            if (
-                parameter.requires_grad
-                and self._kinds.get(id(parameter)) != _kind(parameter)
-                and id(parameter) not in self._ignored
-            ):
+            is_as_built = self._kinds.get(id(parameter)) == _kind(parameter)
+            if parameter.requires_grad and not (is_as_built or id(parameter) in self._ignored):
                 raise self._error_of(parameter, model)
-        self.trained = tuple(parameter.requires_grad for parameter in self.parameters)
+        trained = [parameter.requires_grad for parameter in self.parameters]
         takes_some = model.find_unused_parameters or model.static_graph
-        if any(self.trained) and not (takes_some or all(self.trained)):
-            raise self._error_of(self.parameters[self.trained.index(False)], model)
+        if any(trained) and not (takes_some or all(trained)):
+            raise self._error_of(self.parameters[trained.index(False)], model)
 
     def _error_of(self, parameter: nn.Parameter, model: DistributedDataParallel) -> RuntimeError:
         name, was = name_of(parameter, model.module.named_parameters()), self._kinds
@@ -91,6 +86,8 @@ def reset_reducer(model: Any) -> None:
     PyTorch would then rebuild the buckets, which is collective. So they stay as they are from now
     on.
     """
+    if (payload := vars(model).get("_payload")) is not None:
+        payload.numbers = None
     if model._has_rebuilt_buckets:
         model.__dict__["_stays_arranged"] = True
     try:

@@ -2,13 +2,11 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pardata._validation import type_with_article
 from pardata.data._batch import iter_tensors
@@ -22,7 +20,6 @@ _active: list[Any] = []
 @contextmanager
 def active_step(step: object) -> Iterator[None]:
     """Mark a step as running in the block."""
-    _watch_optimizers()
     _active.append(step)
     try:
         yield
@@ -37,22 +34,6 @@ def active_model() -> nn.Module | None:
     return _active[-1].layer if _active else None
 
 
-def _refuse_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Raise if an optimizer steps in a hook before the gradients of the running step are final."""
-    step: Any = _active[-1] if _active else None
-    parameters = () if step is None else {*step.module.parameters()}
-    if not any(one in parameters for group in optimizer.param_groups for one in group["params"]):
-        return
-    step.has_stepped = True
-    if not step.gradients_are_final:
-        raise RuntimeError(
-            f"{type(optimizer).__name__} must not step inside `backward` {step.partial_where}, "
-            f"before the gradient is final: {step.partial_cure}"
-        )
-
-
-# Registers the check of optimizers before their steps, once for a process.
-_watch_optimizers = cache(lambda: register_optimizer_step_pre_hook(_refuse_step))
 _uncompiled_active_model = uncompiled(active_model)
 
 
@@ -70,13 +51,9 @@ def check_nested(module: nn.Module) -> None:
         )
 
 
-def check_arguments(model: object, loss_fn: object) -> None:
-    """Raise for the arguments of ``loss.backward()`` or of a loss function."""
+def check_loss_fn(loss_fn: object) -> None:
+    """Raise for the arguments of ``loss.backward()``, and for a loss function."""
     what = getattr(loss_fn, "__name__", type_with_article(loss_fn))
-    if isinstance(model, Tensor):
-        raise TypeError(
-            "`model` must be a module, but is a Tensor: call backward(model, loss_fn, batch)"
-        )
     if not callable(loss_fn):
         raise TypeError(
             f"`loss_fn` must be a function, but is {what}: call backward(model, loss_fn, batch)"

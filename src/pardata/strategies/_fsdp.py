@@ -4,12 +4,11 @@ Does not shard blocks by default, and does not average buffers outside of `backw
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from functools import cache
 from typing import Any
-from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from pardata._pytree import leaves_with_path
 from pardata._validation import check_int
 from pardata.data._batch import uneven_shares
+from pardata.data._microbatches import Microbatches
 from pardata.environment._device import checked_device, widest_float_dtype
 from pardata.environment._logger import get_logger
 from pardata.model import _fsdp_utils as fsdp_utils
@@ -36,6 +36,7 @@ from pardata.strategies._strategy import Strategy, WrapOptions, broadcast_weight
 _log = get_logger(__name__)
 
 _EQUAL = "_pardata_equal_buffers"  # an attribute of a module whose buffers are kept equal
+_OLD = "_pardata_replaced"  # an attribute of replaced parameters
 _LARGE = 10**8  # parameters: above this number sharding only the root is warned of
 
 
@@ -88,7 +89,8 @@ class FsdpStep(DistributedStep):
 
     @property
     def gradients_are_final(self) -> bool:
-        return self.loss_weights.most == 1  # PyTorch reduces them before their hooks
+        # PyTorch reduces them before their hooks. Without a loader they may be rescaled afterwards.
+        return self.loss_weights.most == 1 and isinstance(self.batch, Microbatches)
 
     @contextmanager
     def microbatch(self, microbatch: Microbatch) -> Iterator[None]:
@@ -136,26 +138,16 @@ class FsdpStrategy(Strategy):
         size, replicas = settings.world.size, settings.options.get("replicate", 1)
         check_int("replicate", replicas, least=1)
         if size % replicas:
-            divisors = " or ".join(str(n) for n in range(1, size + 1) if size % n == 0)
-            raise ValueError(
-                f"`replicate` must divide the {size} ranks, but is {replicas}: pass {divisors}"
-            )
+            raise ValueError(f"`replicate` must divide the {size} ranks, but is {replicas}: pass 1")
         if {"replicate", "mesh"} <= settings.options.keys():
             raise ValueError("`replicate` must be left out with `mesh`: pass a 2-D mesh instead")
-        attributes = [(p, *one) for p, part in model.named_modules() for one in vars(part).items()]
-        for path, name, value in attributes:
-            if isinstance(value, Tensor) and value.is_meta:
+        for name, one in (*model.named_parameters(), *model.named_buffers()):
+            if one.is_meta and settings.world.is_main:
                 raise ValueError(
-                    f"`{f'{path}.{name}'.lstrip('.')}` must be a parameter or a buffer, but is a "
-                    f"plain tensor on meta, which nothing fills: call register_buffer"
+                    f"rank 0 must build `model` without torch.device('meta'), but `{name}` is "
+                    f"empty: or call fully_shard and to_empty(device=…) first, and load_weights "
+                    f"after"
                 )
-        held = [*model.named_parameters(), *model.named_buffers()]
-        empty = [name for name, one in held if one.is_meta]
-        if empty and settings.world.is_main:
-            raise ValueError(
-                f"rank 0 must build `model` without torch.device('meta'), but `{empty[0]}` is "
-                f"empty: or call fully_shard and to_empty(device=…) first, and load_weights after"
-            )
 
     def facts(self, model: nn.Module, settings: WrapOptions) -> Facts:
         found = Counter(type(block).__name__ for block in _blocks(unwrap(model), settings))
@@ -173,7 +165,8 @@ class FsdpStrategy(Strategy):
         blocks = _blocks(module, settings)
         if not blocks:
             _warn_of_root_alone(module, settings)
-        before = [ref(parameter) for parameter in module.parameters()]
+        for parameter in module.parameters():
+            setattr(parameter, _OLD, True)
         # Only ignored parameters, because it keeps tensors in memory.
         made: dict[Tensor, Tensor] = {}
         for part in (*blocks, module):  # one by one, so a device holds at most one unsharded block
@@ -186,8 +179,9 @@ class FsdpStrategy(Strategy):
             fully_shard(part, **options)
             if torch.__version__ < "2.12":
                 part.register_forward_hook(_refuse_dataclass)
-        new = set(module.parameters())
-        refuse_old_optimizers(p for one in before if (p := one()) is not None and p not in new)
+        for parameter in module.parameters():
+            vars(parameter).pop(_OLD, None)
+        _watch()
         module.register_forward_hook(fsdp_utils.reshard_hook)
         if settings.world.size > 1:
             module.register_forward_hook(_broadcast_buffers)
@@ -254,27 +248,13 @@ def _broadcast_buffers(module: nn.Module, _args: object, _output: object) -> Non
         broadcast_coalesced(module.buffers())
 
 
-_MARK = "_pardata_replaced"  # an attribute of replaced parameters
-_checked = WeakSet[torch.optim.Optimizer]()
-
-
-def refuse_old_optimizers(replaced: Iterable[nn.Parameter]) -> None:
-    """Make the step of an optimizer raise if it has one of these parameters."""
-    for parameter in replaced:
-        setattr(parameter, _MARK, True)
-    _checked.clear()
-    _watch()
-
-
 def _look(one: torch.optim.Optimizer, *_: object) -> None:
-    if one in _checked:
-        return
+    """Raise in the step of an optimizer that has replaced parameters."""
     parameters = [parameter for group in one.param_groups for parameter in group["params"]]
-    if stale := sum(hasattr(parameter, _MARK) for parameter in parameters):
+    if stale := sum(hasattr(parameter, _OLD) for parameter in parameters):
         raise RuntimeError(
             f"{type(one).__name__} has {stale} parameters from before wrap_model: make it after"
         )
-    _checked.add(one)
 
 
 # Registers the check of optimizers before their steps, once for a process.

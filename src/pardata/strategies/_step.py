@@ -1,9 +1,8 @@
 """One step of `backward`: in a single process, or with gradients that PyTorch reduces."""
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -32,8 +31,7 @@ _log = get_logger(__name__)
 _NOTHING = nullcontext()
 _LEAST = 1e-30  # changes no divisor except 0
 # Attributes of the layer that belongs to a model's strategy.
-SEEN = "_pardata_checked_microbatches"
-_METRICS = "_pardata_known_metrics"
+SEEN = "_pardata_has_looked"
 _COMMUNICATES = "_pardata_loss_communicates"
 
 
@@ -50,19 +48,6 @@ def forbidden_in(batch: Any) -> AbstractContextManager[None]:
     )
 
 
-def _unequal_microbatches_error(microbatches: int, size: int) -> RuntimeError:
-    return RuntimeError(
-        f"`loss_fn` must not call torch.distributed if ranks run unequally many microbatches, here "
-        f"{microbatches} on {size} ranks: return metrics, or let ranks share them equally"
-    )
-
-
-def metric_structures(layer: nn.Module) -> deque[str]:
-    """Return the last structures of metrics in the steps of a model."""
-    structures: deque[str] = vars(layer).setdefault(_METRICS, deque(maxlen=8))
-    return structures
-
-
 class Step(Replicas):
     """A step in a single process: strategies "none" and "dp", and the base of all steps.
 
@@ -76,23 +61,20 @@ class Step(Replicas):
         module: the module inside all wrappers.
         loss_weights: the microbatches and their weights, set by `backward`.
         grads_are_averaged: whether the reduction of gradients takes their mean over the ranks.
-        looks_again: whether this step looks at what is trained, as a model's first step does.
-        has_stepped: whether an optimizer of the model has stepped in a hook.
-        partial_where: where gradients in hooks are not final; `partial_cure` is what to do.
+        looks: whether to look at hooks, and at what the loss trains, in the first microbatch.
         metrics: the losses and metrics of the microbatches.
     """
 
     loss_weights: LossWeights
-    grads_are_averaged, looks_again, has_stepped = True, False, False
-    partial_where = "with microbatches"
-    partial_cure = "step after backward, or leave out microbatch_size"
+    grads_are_averaged = True
 
     def __init__(self, model: nn.Module, layer: Any, scaler: GradScaler | None, batch: Any) -> None:
         super().__init__(layer)
         self.model, self.module = model, wrapper_chain(model)[-1]
         self.scaler, self.batch = scaler, batch
-        self.metrics = StepMetrics(metric_structures(layer))
+        self.metrics = StepMetrics(layer)
         self._writes = BufferWrites(layer)
+        self.looks = SEEN not in vars(layer)
         self._prepare()
 
     def _prepare(self) -> None:
@@ -102,7 +84,7 @@ class Step(Replicas):
         """Count the step, which ranks compare with the state of their replicas."""
         self.metrics.replica = replica = ReplicaState.of(self.layer)
         replica.step += 1
-        self.looks_again = replica.is_due
+        self.looks = self.looks or replica.is_due
         if isinstance(self.batch, Microbatches):  # other batches have no step number
             where = f"step {self.batch.step} of epoch {self.batch.epoch}"
             self.metrics.step = f"{where}, of a loader with seed {self.batch.seed}"
@@ -131,16 +113,14 @@ class Step(Replicas):
                 ranks run unequally many microbatches. Or a user's hook would see the gradient of a
                 part of the step.
         """
-        flags, is_even = vars(self.layer), True
-        if self._looks and not self.gradients_are_final and (name := name_of_hooked(self.module)):
+        flags = vars(self.layer)
+        if self.looks and not self.gradients_are_final and (name := name_of_hooked(self.module)):
             raise RuntimeError(
-                f"`{name}` must have no register_post_accumulate_grad_hook {self.partial_where}, "
-                f"but has: {self.partial_cure}"
+                f"`{name}` must have no register_post_accumulate_grad_hook, which would see a part "
+                f"of the gradient, but has: step after backward"
             )
-        if isinstance(self.batch, Microbatches):
-            is_even = len(self.batch.counts) % self.size == 0
-        if not is_even and flags.get(_COMMUNICATES):
-            raise _unequal_microbatches_error(len(self.batch.counts), self.size)
+        if flags.get(_COMMUNICATES):
+            self._check_even()
         # Not under FSDP, whose forward communicates, and of which all ranks run equally many.
         looks = self.size > 1 and SEEN not in flags and not self.equal_microbatches
         before = sequence_number(self.group) if looks else 0
@@ -148,18 +128,20 @@ class Step(Replicas):
             yield
         if looks and sequence_number(self.group) != before:
             self.found[_COMMUNICATES] = True
-            if not is_even:
-                raise _unequal_microbatches_error(len(self.batch.counts), self.size)
+            self._check_even()
+
+    def _check_even(self) -> None:
+        """Raise if ranks run unequally many microbatches."""
+        if isinstance(self.batch, Microbatches) and len(self.batch.counts) % self.size:
+            raise RuntimeError(
+                f"`loss_fn` must not call torch.distributed if ranks run unequally many "
+                f"microbatches, here {len(self.batch.counts)} on {self.size} ranks: return "
+                f"metrics, or let ranks share them equally"
+            )
 
     def microbatch(self, microbatch: Microbatch) -> AbstractContextManager[None]:  # noqa: ARG002  # `ExactStep` uses it
         """Return the context of the forward and backward of one microbatch."""
         return _NOTHING
-
-    @property
-    def _looks(self) -> bool:
-        """Whether to look at hooks, and at what the loss trains."""
-        is_first = vars(self.layer).get(SEEN, 0) < len(self.loss_weights.microbatches)
-        return (is_first or self.looks_again) and SEEN not in self.found
 
     def send(self) -> None:
         """Send this rank's metrics, or compare them, before the last backward."""
@@ -170,9 +152,9 @@ class Step(Replicas):
         Their gradients would differ between ranks. Every rank checks before its first backward, in
         the first step and in those in which weights are compared.
         """
-        if not self._looks:
+        if not self.looks:
             return
-        self.found[SEEN] = len(self.loss_weights.microbatches)
+        self.looks, self.found[SEEN] = False, True
         parameters = {*self.layer.parameters(), *unsharded_parameters(self.layer)}
         for leaf in leaves_of(loss):
             if isinstance(leaf, nn.Parameter) and leaf not in parameters:
@@ -199,15 +181,8 @@ class Step(Replicas):
         """Run the backward of a microbatch that is the fraction `part` of the global batch."""
         # DDP and FSDP divide by the world size; the factor turns their mean into a sum.
         factor = part * self.size if self.grads_are_averaged else part
-        with ExitStack() as stack:
-            if loss.dtype.itemsize < 4 and math.frexp(factor)[0] != 0.5:  # no power of 2
-                # A loss of 16 bits would round it, so each gradient is multiplied by it.
-                weigh, factor = partial(torch.mul, other=factor), 1
-                for p in {*self.layer.parameters(), *unsharded_parameters(self.layer)}:
-                    if p.requires_grad:
-                        stack.enter_context(p.register_hook(weigh))
-            scaled = loss if factor == 1 else loss * factor
-            (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
+        scaled = loss if factor == 1 else loss * factor
+        (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
 
 
 class DistributedStep(Step):
@@ -243,13 +218,6 @@ class DistributedStep(Step):
         divisor = self.metrics.total / self.loss_weights.global_total()
         if not isinstance(divisor, Tensor) and math.isclose(divisor, 1, rel_tol=1e-12):
             return  # sums of fractions may differ in the last bit
-        if self.has_stepped and isinstance(divisor, Tensor):
-            self.metrics.spoil((divisor - 1).abs() > 1e-9)
-        elif self.has_stepped:
-            raise RuntimeError(
-                "an optimizer that steps in hooks must get as many samples in each step, but got "
-                "others: pass microbatch_size or drop_last=True to make_loader"
-            )
         gradients: list[Any] = [p.grad for p in self.module.parameters() if p.grad is not None]
         gradients = [g.to_local() if hasattr(g, "to_local") else g for g in gradients]
         for device, dtype in {(g.device, g.dtype) for g in gradients}:

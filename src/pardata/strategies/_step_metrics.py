@@ -1,5 +1,6 @@
 """Loss and metrics of a step: collected by microbatch, summed over the ranks, divided by counts."""
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -24,6 +25,7 @@ from pardata.strategies._loss_weights import positive
 _HASHES = 3
 _FRONT = 1 + 2 * _HASHES
 _VALUES = 19
+_STRUCTURES = "_pardata_metric_structures"  # an attribute of the layer of a model's strategy
 _MOST = 10_000  # elements of a metric that is reduced in each step; statistics may have more
 
 
@@ -70,7 +72,7 @@ class StepMetrics:
     """The losses and metrics of this rank's microbatches, and their means over all ranks.
 
     Args:
-        structures: the last structures of metrics in earlier steps of the model.
+        layer: the layer that belongs to the model's strategy.
 
     Attributes:
         step: the step and its loader, as a text that ranks compare; "" if unknown.
@@ -88,8 +90,9 @@ class StepMetrics:
     _error: Exception | None = None
     _means: list[Tensor] | None = None  # the means of the loss, and of the leaves of metrics
 
-    def __init__(self, structures: deque[str]) -> None:
-        self._structures = structures
+    def __init__(self, layer: nn.Module) -> None:
+        # The last structures in the steps of the model.
+        self._structures: deque[str] = vars(layer).setdefault(_STRUCTURES, deque(maxlen=8))
         self._seen: list[tuple[list[Leaf], float]] = []
         # Number of leaves weighted like the loss; totals and counts of each `Mean` follow.
         self._weighted = 1
@@ -196,10 +199,8 @@ class StepMetrics:
             return loss
         first = self._weighted - 1
         values = list(map(cast_like, leaves[:first], metrics[:first]))
-        for leaf, total, count in zip(
-            leaves[first::2], metrics[first::2], metrics[first + 1 :: 2], strict=True
-        ):
-            values.append(cast_like(leaf, total / count))
+        means = zip(metrics[first::2], metrics[first + 1 :: 2], strict=True)
+        values += map(cast_like, leaves[first::2], [total / count for total, count in means])
         found = dict(zip(self._paths, values, strict=True))
         return loss, map_with_path(self._metrics, lambda path, _: found[path])
 
@@ -285,16 +286,11 @@ def _check_means(found: Mapping[KeyPath, Leaf], microbatch: Any) -> None:
     with suppress(TypeError):  # the number of samples is unclear
         rows.add(num_samples(microbatch))
     for path, leaf in found.items():
-        shape = leaf.shape if isinstance(leaf, Tensor) else ()
-        if isinstance(leaf, Tensor) and leaf.numel() > _MOST:
+        shape = tuple(leaf.shape) if isinstance(leaf, Tensor) else ()
+        has_rows = shape != (1,) and shape[:1] in {(number,) for number in rows}
+        if has_rows or math.prod(shape) > _MOST:
             raise TypeError(
-                f"`{keystr('metrics', path)}` must have at most {_MOST} elements, but its shape is "
-                f"{tuple(shape)}: return its mean, keep outputs and call all_gather after "
-                f"backward, or return statistics as Mean(total, count)"
-            )
-        if shape and shape[0] in rows and tuple(shape) != (1,):
-            raise TypeError(
-                f"`{keystr('metrics', path)}` must be a mean over the microbatch, but its shape is "
-                f"{tuple(shape)}, a row for each sample: return its mean, or keep it and call "
+                f"`{keystr('metrics', path)}` must be a mean over the microbatch, of at most "
+                f"{_MOST} elements, but its shape is {shape}: return its mean, or keep it and call "
                 f"all_gather after backward; if rows are classes, return Mean(total, count)"
             )

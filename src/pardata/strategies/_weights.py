@@ -12,7 +12,7 @@ from pardata.environment._world import require_world, store_client
 from pardata.model._state_dict import LoadedKeys
 from pardata.model._unwrap import unwrap
 from pardata.store._rank_errors import format_rank_table
-from pardata.store._round import exchange, raise_if_different, require_equal
+from pardata.store._round import raise_if_different, require_equal
 from pardata.strategies._wrap_model import strategy_of
 
 
@@ -64,8 +64,6 @@ def fingerprint(model: nn.Module) -> str:
     """
     state = unwrap(model).state_dict()
     with explain_comm_errors("fingerprint"):
-        if any(hasattr(value, "full_tensor") for value in state.values()):
-            exchange(store_client(), "fingerprint", lambda: require_dense(state, "state_dict()"))
         require_dense(state, "state_dict()")
         return sha256_of((f"{name} {full.dtype}", full) for name, full in named_tensors(model))
 

@@ -52,7 +52,6 @@ class ExactStep(Step):
     # A rank without microbatches runs a placeholder, to learn the structure of the metrics.
     min_microbatches = 1
     grads_are_averaged, has_ordered_sums = False, True
-    partial_where, partial_cure = "under 'exact'", "step after backward"
     gradients_are_final = False
 
     def _prepare(self) -> None:

@@ -738,3 +738,28 @@ def under_autocast():
         uncached = caught(backward, model, whole, batch)
     others = "" if isinstance(uncached, torch.Tensor) else str(uncached)
     return missing, others, [] if backward(model, half, batch).ndim == 0 else ["inside"]
+
+
+# --- losses of 16 bits ---
+
+
+def weighed(strategy, dtype):
+    """Return gradients of ones of which the ranks, or microbatches, have 1, 3 and 5."""
+    found, sizes = [], (1, 3, 5) if world().size != 2 else (5, 1)
+    for is_plain in (False, True) if strategy in ("ddp", "fsdp") else (False,):
+        model = wrap_model(nn.Linear(1, 1, bias=False).to(dtype), strategy)
+        parts = [torch.ones(size, 1, dtype=dtype) for size in sizes]
+        batch = parts[world().rank % len(parts)] if is_plain else cut([(x,) for x in parts])
+        backward(model, lambda m, b, p=is_plain: m(b if p else b[0]).mean(), batch)
+        (gradient,) = gradients(model)
+        found.append(gradient.item())
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("strategy", ["none", "ddp", "fsdp", "exact"])
+def test_a_loss_of_16_bits_is_not_weighed_in_16_bits(strategy, dtype):
+    sizes = (1,) if strategy == "none" else (1, 2) if strategy == "fsdp" else (1, 2, 3)
+    for size in sizes:  # with 3 ranks FSDP's own sum rounds
+        for found in run(weighed, strategy, dtype, world_size=size):
+            assert found == [1.0] * len(found)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -181,8 +181,15 @@ class Step(Replicas):
         """Run the backward of a microbatch that is the fraction `part` of the global batch."""
         # DDP and FSDP divide by the world size; the factor turns their mean into a sum.
         factor = part * self.size if self.grads_are_averaged else part
-        scaled = loss if factor == 1 else loss * factor
-        (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
+        with ExitStack() as stack:
+            if loss.dtype.itemsize < 4 and math.frexp(factor)[0] != 0.5:  # no power of 2
+                # A loss of 16 bits would round it, so each gradient is multiplied by it.
+                weigh, factor = partial(torch.mul, other=factor), 1
+                for p in {*self.layer.parameters(), *unsharded_parameters(self.layer)}:
+                    if p.requires_grad:
+                        stack.enter_context(p.register_hook(weigh))
+            scaled = loss if factor == 1 else loss * factor
+            (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
 
 
 class DistributedStep(Step):

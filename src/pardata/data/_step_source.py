@@ -167,8 +167,7 @@ class WorkerSteps(Iterator[Any]):
     def begin(self, seed: int, init_fn: Callable[[int], None] | None) -> None:
         """Begin an epoch, in which the workers get base seeds of `seed`; start them if need be."""
         others, pid, loader = {*multiprocessing.active_children()}, os.getpid(), self._held[0]
-        # DataLoader draws the base seed of its workers from this generator, not from the default
-        # one, and on the default device.
+        # DataLoader draws the base seed from this generator, and on the default device.
         loader.generator.manual_seed(seed)
         try:
             with cpu_default_device():
@@ -176,12 +175,12 @@ class WorkerSteps(Iterator[Any]):
         finally:
             if workers := {*multiprocessing.active_children()} - others:
                 # Called before torch and multiprocessing, which would wait for the workers.
-                at_exit = atexit.register(partial(_kill_at_exit, pid, workers))
+                at_exit = atexit.register(partial(_kill_workers, pid, workers))
                 weakref.finalize(self, _end_workers, pid, self._held, workers, at_exit)
 
     def __next__(self) -> Any:
         fetched = next(self._held[1])
-        if isinstance(fetched, RemoteError):  # of a worker
+        if isinstance(fetched, RemoteError):  # raised in a worker
             raise fetched.to_exception()
         return fetched
 
@@ -195,42 +194,38 @@ def _end_workers(
     """
     handler, is_main = signal.getsignal(signal.SIGCHLD), current_thread() is main_thread()
     if pid != os.getpid() or (callable(handler) and not is_main):
-        return  # in a forked child, or a thread, which cannot replace the handler
+        return  # DataLoader's handler raises if a worker is killed; a thread cannot replace it
     atexit.unregister(at_exit)
     if workers.isdisjoint(multiprocessing.active_children()):
         return
-    if callable(handler):
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's raises if a worker is killed
+    if is_main:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
-        killer = Thread(target=_kill_late, args=[workers])
+        killer = Thread(target=_kill_workers, args=[pid, workers, _PATIENCE])
         killer.start()
         held.clear()  # DataLoader asks the workers to end, and waits up to 5 s for each
         killer.join()
     finally:
-        if callable(handler):
-            signal.signal(signal.SIGCHLD, handler)
+        if is_main:
+            signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
 
 
-def _kill_late(workers: set[BaseProcess]) -> None:
-    deadline = time.monotonic() + _PATIENCE
-    for process in workers:
-        wait([process.sentinel], max(0.0, deadline - time.monotonic()))
-        process.kill()
-
-
-def _kill_at_exit(pid: int, workers: set[BaseProcess]) -> None:
+def _kill_workers(pid: int, workers: set[BaseProcess], patience: float = 0.0) -> None:
+    """Kill those workers of the process `pid` that do not end in `patience` seconds; at exit 0."""
     if pid == os.getpid():
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's raises if a worker is killed
+        if not patience:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        deadline = time.monotonic() + patience
         for process in workers:
+            wait([process.sentinel], max(0.0, deadline - time.monotonic()))
             process.kill()
 
 
 def start_workers(loader: DataLoader[Any], init_fn: Callable[[int], None] | None) -> Iterator[Any]:
     """Return ``iter(loader)``, with workers that ignore the signals that stop a run.
 
-    torchrun and SLURM signal all processes of a run. Workers ignore these signals, because the rank
-    may still need batches, and end when their rank ends. If the rank is killed, a worker in C code
-    that holds the GIL ends after that code.
+    torchrun and SLURM signal all processes, but the rank may still need batches. Workers end when
+    their rank ends; after it is killed, a worker in C code that holds the GIL ends after that code.
     """
     if not loader.num_workers:
         return iter(loader)

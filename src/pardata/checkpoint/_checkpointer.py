@@ -136,9 +136,8 @@ class Checkpointer(FixedArguments, AbstractContextManager["Checkpointer"]):
                     f"{shorten(repr(local), 100)}: pass per_rank={{'buffer': buffer}}"
                 )
             snapshot = Snapshot(world, objects, local, copy=self._asynchronous)
-            named = {"objects": list(objects), "per_rank": list(local)}
-            options = {"step": step, **named, **self._options}
-            return {"options": options, "details": snapshot.compared}
+            options = {"step": step, "objects": list(objects), "per_rank": list(local)}
+            return {"options": {**options, **self._options}, "details": snapshot.compared}
 
         require_equal(store_client(), "Checkpointer.save", describe, _raise_of_what_differs)
         with explain_comm_errors("Checkpointer.save"):  # a round would send the states to all ranks
@@ -186,7 +185,8 @@ class Checkpointer(FixedArguments, AbstractContextManager["Checkpointer"]):
         at, templates = plain_number(at), Templates()
 
         def describe() -> dict[str, object]:
-            self._retention.check_at(at)
+            if at not in (None, "best"):
+                check_int("at", at, least=0)
             check_stateful(objects)
             templates.update(sharding_templates(objects))
             return {**self._options, "at": at, "objects": list(objects)}
@@ -236,7 +236,7 @@ class Checkpointer(FixedArguments, AbstractContextManager["Checkpointer"]):
                 records[STATE] = save(contents, path / STATE)
             return records
 
-        work = partial(self._folder.finish, path, {"step": step, **snapshot.facts}, write)
+        work = partial(self._folder.finish, {"step": step, **snapshot.facts}, write)
         if self._asynchronous:
             what = f"the checkpoint of step {step}"
             self._background = BackgroundTask(work if world.is_main else write, what)

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from math import isnan
 from pathlib import Path
 from threading import Lock
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from pardata._validation import check_int, check_text
 from pardata.checkpoint._manifest import Record, UnusableError, read_manifest, sync, write_manifest
@@ -29,7 +29,6 @@ from pardata.environment._logger import get_logger
 
 _log = get_logger(__name__)
 
-_Write: TypeAlias = Callable[[], Mapping[str, Record]]
 _OWNER, _NOBODY = "owner", "nobody"
 _UNFINISHED = ".unfinished-"  # the prefix of a folder that is being written or removed
 
@@ -88,13 +87,6 @@ class Retention:
                 f"`{self._by}` must be a number for keep_best, not {value}: pass float(…), or None"
             )
 
-    def check_at(self, at: object) -> None:
-        """Raise if `at` is no step, or the best one without `keep_best`."""
-        if at == "best" and self._by is None:
-            raise ValueError("`at` must be a step without `keep_best`, but is 'best': pass both")
-        if at not in (None, "best"):
-            check_int("at", at, least=0)
-
     def best(self, directory: Path, existing: list[CheckpointName]) -> list[CheckpointName]:
         """Return the checkpoint with the best value, the first of several, or nothing."""
         scores: dict[CheckpointName, float] = {}
@@ -121,16 +113,14 @@ class CheckpointDirectory:
     """
 
     def __init__(self, directory: Path, retention: Retention) -> None:
-        self.directory = directory
-        self._retention = retention
+        self.directory, self._retention = directory, retention
         since, number = time.strftime("%Y-%m-%d %H.%M.%S %z"), os.urandom(8).hex()
         self._me = f"process {os.getpid()} on {socket.gethostname()}, since {since}, {number}"
         self._owner = directory / _OWNER
-        self._last = _NOBODY  # the owner that this run may replace, then this run
+        self._last = self._current_owner()  # which this run may replace; then this run
         self._name = CheckpointName(0, 0)  # until the first save
         self._began = 0.0
         self._writing = Lock()  # held by a thread that is unknown to the saver after Ctrl-C
-        self.look()
 
     def __reduce__(self) -> Any:  # a copy in another process is another writer
         return type(self), (self.directory, self._retention)
@@ -176,23 +166,19 @@ class CheckpointDirectory:
                 attempt = 1 + max((name.attempt for name in (*existing, *stale)), default=0)
             for name in stale:
                 shutil.rmtree(self.directory / f"{_UNFINISHED}{name}", ignore_errors=True)
-            name = CheckpointName(attempt, step)
-            (self.directory / f"{_UNFINISHED}{name}").mkdir()
-            self._name = name  # from now on the folder is removed after an error
+            self._name = CheckpointName(attempt, step)
+            self._unfinished.mkdir()
             return self._unfinished
 
-    def finish(self, path: Path, facts: dict[str, Any], write: _Write) -> None:
+    def finish(self, facts: dict[str, Any], write: Callable[[], Mapping[str, Record]]) -> None:
         """Write the manifest, rename the temporary folder, and remove old checkpoints.
 
         Args:
-            path: the temporary folder. If another one was begun since, this does nothing.
             facts: entries of the manifest.
             write: writes the files, and returns their records.
         """
         step: int = facts["step"]
         with self._writing, self._cleaned_after_errors(step):
-            if path != self._unfinished:
-                return
             size = write_manifest(self._unfinished, facts, write())
             self._check_owner()
             self._unfinished.rename(self.directory / str(self._name))
@@ -215,8 +201,7 @@ class CheckpointDirectory:
 
     def _claim(self) -> None:
         """Become the owner after `_last`. An `OSError` is raised if another run was first."""
-        if not self.directory.exists():
-            self.directory.resolve().mkdir(parents=True, exist_ok=True)  # the target of a link
+        self.directory.resolve().mkdir(parents=True, exist_ok=True)  # the target of a link
         if self._last != _NOBODY and self._owner.exists():
             (self._owner / self._last).rename(self._owner / self._me)
         else:

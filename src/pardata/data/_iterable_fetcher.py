@@ -192,9 +192,8 @@ class LockstepSource(StepSource):
             )
         if not (number or start.delivered) and self._has_yielded:
             kind = type(stream.dataset).__name__
-            raise RuntimeError(
-                f"{kind} yielded nothing in epoch {start.epoch}: let __iter__ make a new iterator"
-            )
+            msg = f"{kind} yielded nothing in epoch {start.epoch}: let __iter__ make a new iterator"
+            raise RuntimeError(msg)
 
     def _lockstep(self, steps: Iterator[FetchedStep], before: str | None) -> Iterator[FetchedStep]:
         """Yield this rank's `steps`, then the last one without rows until all ranks are at the end.

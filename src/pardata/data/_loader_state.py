@@ -118,10 +118,8 @@ class EpochCursor:
     def check(self, begun: Pass) -> None:
         """Raise if a newer pass has begun, because two passes would share the workers."""
         if begun is not self._newest:
-            raise RuntimeError(
-                "a loader must run one epoch at a time, but a newer iter() has begun, or a state "
-                "was loaded: call iter() again, or make another loader"
-            )
+            msg = "a loader must run one epoch at a time, but a newer iter() has begun, or a state"
+            raise RuntimeError(f"{msg} was loaded: call iter() again, or make another loader")
 
     def delivered(self, begun: Pass, samples: int, digest: str | None, state: Any) -> None:
         """Count the samples of a step as delivered."""

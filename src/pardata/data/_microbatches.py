@@ -107,9 +107,8 @@ class Microbatches(Sequence[_T]):
             by_rank = [one["counts"] for one in facts]
             numbers = [*map(len, by_rank)]
             if min(numbers) == 0 or min(numbers) < max(numbers):
-                raise ValueError(
-                    f"every rank must pass as many `batches`, at least one, but they pass {numbers}"
-                )
+                msg = f"every rank must pass as many `batches`, at least one, but pass {numbers}"
+                raise ValueError(msg)
             return [count for one in by_rank for count in one], facts[0]["seed"]
 
         counts, seed = exchange(store_client(world), "Microbatches.of", state, decide)

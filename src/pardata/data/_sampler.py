@@ -116,9 +116,8 @@ class GlobalBatchSampler(Sampler[FetchRequest]):
         if self._first:
             delivered = epoch.steps[self._first - 1].stop
         if start.digest not in (None, epoch.digest) or start.delivered != delivered:
-            raise ValueError(
-                f"epoch {start.epoch} must have the order of `state`: make `{self.name}` as before"
-            )
+            msg = f"epoch {start.epoch} must have the order of `state`: make `{self.name}` as then"
+            raise ValueError(msg)
 
     def __iter__(self) -> Iterator[FetchRequest]:
         plan, steps = self.plan, self.epoch.steps
@@ -213,9 +212,8 @@ class GlobalBatchSampler(Sampler[FetchRequest]):
         if len(drawn) > most or length not in (None, len(drawn)):
             yielded = len(drawn) if len(drawn) <= most else "more"
             many = f"at most {most} without one" if length is None else most
-            raise ValueError(
-                f"`{self.name}` must yield as many indices as its length, {many}, not {yielded}"
-            )
+            msg = f"`{self.name}` must yield as many indices as its length, {many}, not {yielded}"
+            raise ValueError(msg)
         if not self.plan.batch_size:
             return [self._checked(batch) for batch in drawn]
         with suppress(TypeError, OverflowError):  # indices may have another type
@@ -229,9 +227,8 @@ class GlobalBatchSampler(Sampler[FetchRequest]):
             raise TypeError(f"`batch_sampler` must yield lists, not {batch!r}: pass a `sampler`")
         least = 1 if self.plan.microbatch_size else self.plan.size
         if len(batch) < least:
-            raise ValueError(
-                f"`batch_sampler` must yield {least} or more indices at once, but yielded {batch!r}"
-            )
+            msg = f"`batch_sampler` must yield {least} or more indices, but yielded {batch!r}"
+            raise ValueError(msg)
         return list(batch)
 
 

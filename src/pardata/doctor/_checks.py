@@ -120,9 +120,8 @@ def _smoke_test(world: World) -> list[Finding]:
 
     def describe() -> str:
         if got != right:
-            raise RuntimeError(
-                f"the ranks' sum must be {right}, but is {got} on rank {world.rank}: test its host"
-            )
+            msg = f"the sum must be {right}, but is {got} on rank {world.rank}: test its host"
+            raise RuntimeError(msg)
         node = f"{socket.gethostname()}, node {world.node_rank}, local rank {world.local_rank}"
         return f"{node}, {world.device}, cores: {cpus_per_rank(world.local_size)}"
 

@@ -83,9 +83,8 @@ class Retention:
         """Raise a `TypeError` if the value named by `keep_best` is missing or no number."""
         value = objects.get(self._by or "", "missing")
         if self._by is not None and type(value) not in (int, float, type(None)):
-            raise TypeError(
-                f"`{self._by}` must be a number for keep_best, not {value}: pass float(…), or None"
-            )
+            msg = f"`{self._by}` must be a number for keep_best, not {value}: pass float(…) or None"
+            raise TypeError(msg)
 
     def best(self, directory: Path, existing: list[CheckpointName]) -> list[CheckpointName]:
         """Return the checkpoint with the best value, the first of several, or nothing."""
@@ -117,7 +116,7 @@ class CheckpointDirectory:
         since, number = time.strftime("%Y-%m-%d %H.%M.%S %z"), os.urandom(8).hex()
         self._me = f"process {os.getpid()} on {socket.gethostname()}, since {since}, {number}"
         self._owner = directory / _OWNER
-        self._last = self._current_owner()  # which this run may replace; then this run
+        self._last = self._current_owner()  # the owner that this run may replace, then this run
         self._name = CheckpointName(0, 0)  # until the first save
         self._began = 0.0
         self._writing = Lock()  # held by a thread that is unknown to the saver after Ctrl-C
@@ -201,7 +200,8 @@ class CheckpointDirectory:
 
     def _claim(self) -> None:
         """Become the owner after `_last`. An `OSError` is raised if another run was first."""
-        self.directory.resolve().mkdir(parents=True, exist_ok=True)  # the target of a link
+        if not self.directory.exists():
+            self.directory.resolve().mkdir(parents=True, exist_ok=True)  # the target of a link
         if self._last != _NOBODY and self._owner.exists():
             (self._owner / self._last).rename(self._owner / self._me)
         else:

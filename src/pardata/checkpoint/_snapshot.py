@@ -71,13 +71,12 @@ class Snapshot:
             self.compared |= {f"parameter {n} of {name}": str(one) for n, one in enumerate(names)}
         self.trees, copies = dict[str, Any](), HostCopies()
         for name, thing in both.items():
-            if isinstance(thing, nn.Module) and has_unused_gradients(thing):
-                _log.warning(_UNUSED, name, ranks=[0], once=True)
-            state = thing
             if isinstance(thing, nn.Module):
-                state = strategy_of(thing).state_dict(thing)
-            elif name not in values:
-                state = thing.state_dict()
+                if has_unused_gradients(thing):
+                    _log.warning(_UNUSED, name, ranks=[0], once=True)
+                state: Any = strategy_of(thing).state_dict(thing)
+            else:
+                state = thing if name in values else thing.state_dict()
             is_copied = copy and (world.is_main or name in per_rank)
             with torch.no_grad():  # copies carry no autograd history
                 make = copies.of if is_copied else _plain_tensor

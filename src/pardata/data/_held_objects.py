@@ -125,18 +125,15 @@ def _columns(entries: Any, *, floats: bool) -> Iterator[Any]:
 
 def _paths(name: str, holder: Any, is_wanted: Callable[[Any], bool]) -> Iterator[str]:
     """Yield the paths of the wanted objects, in breadth-first order."""
-    seen, layer = set[int](), [(name, holder)]
-    for _ in range(_DEEPEST):
-        below: list[tuple[str, Any]] = []
-        for path, value in layer:
-            if id(value) in seen:
-                continue
-            seen.add(id(value))
-            if is_wanted(value):
-                yield path
-            else:
-                below += _parts(path, value)
-        layer = below
+    seen, found = set[int](), [(name, holder, 1)]
+    for path, value, depth in found:  # more are appended meanwhile
+        if id(value) in seen or depth > _DEEPEST:
+            continue
+        seen.add(id(value))
+        if is_wanted(value):
+            yield path
+        else:
+            found += [(*part, depth + 1) for part in _parts(path, value)]
 
 
 def _parts(path: str, value: Any) -> list[tuple[str, Any]]:

@@ -287,8 +287,6 @@ class Loader(FixedArguments):
         is_long = stats["wait_seconds"] >= _LONG and stats["wait_share"] >= _LONG_FRACTION
         if is_long and not self._has_spoken:
             self._has_spoken = True
-            text = (
-                f"the epoch waited {stats['wait_share']:.0%} of its {stats['seconds']:.1f} s for "
-                f"data: raise num_workers, or use cache_dataset or batch_transform"
-            )
+            text = f"the epoch waited {stats['wait_share']:.0%} of its {stats['seconds']:.1f} s for"
+            text += " data: raise num_workers, or use cache_dataset or batch_transform"
             _log.warning(text, ranks=[0])

@@ -139,10 +139,8 @@ class EpochCursor:
         begun.is_abandoned = not self._is_set
         self._looks += self._pin is not None and begun.steps == 1
         if self._looks == _LOOKS:
-            text = (
-                "each iter() in a body of `epochs` begins the epoch anew, so next(iter(loader)) "
-                "returns its first batch again: make one iterator before the steps"
-            )
+            text = "each iter() in a body of `epochs` begins the epoch anew, so next(iter(loader))"
+            text += " returns its first batch again: make one iterator before the steps"
             _log.warning(text, ranks=[0], once=True)
 
     def set_epoch(self, epoch: int) -> None:

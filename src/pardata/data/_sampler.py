@@ -52,11 +52,7 @@ class EpochOrder(NamedTuple):
         """Return the indices at each range of positions: a list, or an int64 tensor (len(run),)."""
         if (drawn := self.drawn) is not None:
             return [list(drawn[run.start : run.stop]) for run in runs]
-        # The ranges of one rank are contiguous.
-        if all(one.stop == other.start for one, other in pairwise(runs)):
-            positions = torch.arange(runs[0].start, runs[-1].stop, device="cpu")
-        else:
-            positions = torch.cat([torch.arange(r.start, r.stop, device="cpu") for r in runs])
+        positions = torch.cat([torch.arange(r.start, r.stop, device="cpu") for r in runs])
         indices = positions if self.shuffle is None else self.shuffle.at(positions)
         return list(indices.split([len(run) for run in runs]))
 

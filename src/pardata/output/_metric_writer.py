@@ -70,9 +70,8 @@ class MetricWriter(AbstractContextManager["MetricWriter"]):
             msg = f"`values` must map names to numbers, but is {values!r}: pass {{'loss': loss}}"
             raise TypeError(msg)
         if "step" in values:
-            raise ValueError(
-                '`values` must not have a "step", which each line has already: rename it'
-            )
+            msg = '`values` must not have a "step", which each line has already: rename it'
+            raise ValueError(msg)
         if self._file is None:
             return
         numbers = {name: _number(name, value) for name, value in values.items()}

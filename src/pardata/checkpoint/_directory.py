@@ -112,7 +112,7 @@ class CheckpointDirectory:
     """
 
     def __init__(self, directory: Path, retention: Retention) -> None:
-        self.directory, self._retention = directory, retention
+        self.directory, self.retention = directory, retention
         since, number = time.strftime("%Y-%m-%d %H.%M.%S %z"), os.urandom(8).hex()
         self._me = f"process {os.getpid()} on {socket.gethostname()}, since {since}, {number}"
         self._owner = directory / _OWNER
@@ -122,7 +122,7 @@ class CheckpointDirectory:
         self._writing = Lock()  # held by a thread that is unknown to the saver after Ctrl-C
 
     def __reduce__(self) -> Any:  # a copy in another process is another writer
-        return type(self), (self.directory, self._retention)
+        return type(self), (self.directory, self.retention)
 
     def look(self) -> None:
         """Note who is the owner now: if another run replaces it, `begin` raises."""
@@ -140,7 +140,7 @@ class CheckpointDirectory:
         if not existing and CheckpointName.parse(self.directory.name) is not None:
             what = f"must be a run's, but {self.directory} is one checkpoint: pass its parent"
             raise ValueError(f"`directory` {what}")
-        best = self._retention.best(self.directory, existing) if at == "best" else []
+        best = self.retention.best(self.directory, existing) if at == "best" else []
         found = best or [name for name in reversed(existing) if at in (None, name.step)]
         if not found and at is not None:
             steps = ", ".join(str(step) for step in sorted({name.step for name in existing}))
@@ -182,18 +182,15 @@ class CheckpointDirectory:
             self._check_owner()
             self._unfinished.rename(self.directory / str(self._name))
             sync(self.directory)
-            self._prune()
+            self._check_owner()
+            for name in self.retention.outdated(self.directory, checkpoint_names(self.directory)):
+                # Renamed first: a half-removed folder must not have a checkpoint's name.
+                removed = self.directory / f"{_UNFINISHED}{name}"
+                with suppress(FileNotFoundError):  # the older run removes it at the same time
+                    (self.directory / str(name)).rename(removed)
+                shutil.rmtree(removed, ignore_errors=True)
         figures = step, self.directory, size / 1e6, time.perf_counter() - self._began
         _log.info("pardata saved step %d to %s, %.1f MB in %.2f s", *figures)
-
-    def _prune(self) -> None:
-        self._check_owner()
-        for name in self._retention.outdated(self.directory, checkpoint_names(self.directory)):
-            # Renamed first: a half-removed folder must not have a checkpoint's name.
-            removed = self.directory / f"{_UNFINISHED}{name}"
-            with suppress(FileNotFoundError):  # the older run removes it at the same time
-                (self.directory / str(name)).rename(removed)
-            shutil.rmtree(removed, ignore_errors=True)
 
     def _current_owner(self) -> str:
         return next((file.name for file in self._owner.glob("process *")), _NOBODY)

@@ -253,10 +253,9 @@ def _load(name: str, thing: Any, tree: Any) -> None:
     except (LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:
         if is_secondary(error):
             raise
-        raise RuntimeError(
-            f"the state of `{name}` must fit this {type(thing).__name__}, but does not "
-            f"({type(error).__name__}: {error}): make all objects anew, as they were saved"
-        ) from error
+        msg = f"the state of `{name}` must fit this {type(thing).__name__}, but does not"
+        msg += f" ({type(error).__name__}: {error}): make all objects anew, as they were saved"
+        raise RuntimeError(msg) from error
 
 
 def sharding_templates(things: Mapping[str, object]) -> Templates:

@@ -90,11 +90,10 @@ def empty_batch(batch: Any, *, lists_are_columns: bool, samples: int | None = No
             what = f"Tensor of shape {tuple(leaf.shape)}, not of {samples} row(s)"
         if may_be_samples(leaf):
             what += " of one item, which may be a sample"
-        raise TypeError(
-            f"a batch must be tensors with a row for each sample if a rank gets none, but "
-            f"`{keystr('batch', path)}` is a {what}: put samples first (batch_first=True), or pass "
-            f"`microbatch_size` or drop_last=True to make_loader"
-        )
+        msg = "a batch must be tensors with a row for each sample if a rank gets none, but"
+        msg += f" `{keystr('batch', path)}` is a {what}: put samples first (batch_first=True), or"
+        msg += " pass `microbatch_size` or drop_last=True to make_loader"
+        raise TypeError(msg)
 
     def is_leaf(part: Any) -> bool:
         return isinstance(part, Ragged) or is_opaque(part) or may_be_samples(part)

@@ -192,18 +192,13 @@ def _check_sampler(given: LoaderConfig) -> None:
         raise ValueError("`shuffle` must be False with a `sampler`, but is True: choose one")
 
 
-def _length_of(given: LoaderConfig) -> int | None:
-    if given.sharded:
-        return None  # the length of a rank's part is not that of the dataset
-    is_stream = isinstance(given.dataset, IterableDataset)
-    return length_of(given.dataset) if is_stream else len(given.dataset)
-
-
 def _plan(given: LoaderConfig, ranks: env.World, *, drop_last: bool) -> Plan:
     """Return the plan; raise if the batch size does not fit the world or the dataset."""
     batch_size, microbatch_size = given.batch_size, given.microbatch_size
-    sizes = _length_of(given), batch_size or 0, drop_last, microbatch_size
-    plan = Plan(*sizes, ranks.rank, ranks.size)
+    is_stream = isinstance(given.dataset, IterableDataset)
+    length = length_of(given.dataset) if is_stream else len(given.dataset)
+    length = None if given.sharded else length  # the length is not that of a rank's part
+    plan = Plan(length, batch_size or 0, drop_last, microbatch_size, ranks.rank, ranks.size)
     if microbatch_size is not None:
         check_int("microbatch_size", microbatch_size, least=1)
     if given.batch_sampler is not None:

@@ -80,8 +80,9 @@ def _vectors(value: Any, length: int, *, floats: bool) -> Iterator[Any]:
     """Yield what an attribute holds with an entry for each sample, or for each class."""
     if type(value).__module__.startswith("pandas") and hasattr(value, "to_numpy"):
         value = value.to_numpy().tolist()
-    if _numbers_classes(value):
-        yield sorted(value, key=value.get)
+    are_numbers = type(value) is dict and {*map(type, value.values())} == {int}
+    if are_numbers and len(value) > 1 and sorted(value.values()) == [*range(len(value))]:
+        yield sorted(value, key=value.get)  # the names of classes
     columns = dict.values(value) if isinstance(value, dict) else value
     parts = islice(columns, _MANY) if isinstance(value, dict | list | tuple) else ()
     for part in (value, *parts):
@@ -91,11 +92,6 @@ def _vectors(value: Any, length: int, *, floats: bool) -> Iterator[Any]:
         if (dimensions == 1 or (floats and dimensions > 1)) and len(part) == length:
             size = part.nbytes if is_array else 16 * len(repr(part[:1])) * length
             yield part[:: size // max(_MOST_BYTES, 2048 * length) + 1]
-
-
-def _numbers_classes(value: Any) -> bool:
-    are_numbers = type(value) is dict and all(type(number) is int for number in value.values())
-    return are_numbers and len(value) > 1 and sorted(value.values()) == [*range(len(value))]
 
 
 def _columns(entries: Any, *, floats: bool) -> Iterator[Any]:

@@ -96,11 +96,9 @@ class IterableFetcher(IterableDataset[FetchedStep]):
     def _beginning(self, read: list[Any]) -> str:
         """Return a hash of the first and last sample, with the rank if objects have no hash."""
         ends = [read[0], read[-1]]
-        has_hash = (
-            isinstance(leaf, _HASHED) or hasattr(leaf, "tobytes")
-            for _, leaf in leaves_with_path(ends)
-        )
-        with_rank = self.is_sharded and not all(has_hash)
+        leaves = [leaf for _, leaf in leaves_with_path(ends)]
+        have_hash = all(isinstance(leaf, _HASHED) or hasattr(leaf, "tobytes") for leaf in leaves)
+        with_rank = self.is_sharded and not have_hash
         return content_hash(ends) + (f" of rank {self.plan.rank}" if with_rank else "")
 
     def _fetched(

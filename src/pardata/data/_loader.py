@@ -60,13 +60,9 @@ class WaitTimer:
 
     def stats(self) -> dict[str, float]:
         seconds = max(self.seconds(), 1e-9)
-        return {
-            "seconds": seconds,
-            "wait_seconds": self.waited,
-            "wait_share": self.waited / seconds,
-            "samples": self.samples,
-            "samples_per_second": self.samples / seconds,
-        }
+        share, rate = self.waited / seconds, self.samples / seconds
+        waits = {"seconds": seconds, "wait_seconds": self.waited, "wait_share": share}
+        return {**waits, "samples": self.samples, "samples_per_second": rate}
 
 
 class Loader(FixedArguments):
@@ -117,10 +113,9 @@ class Loader(FixedArguments):
     @property
     def sampler(self) -> NoReturn:
         """Raises, because code that asks for a sampler would skip or divide samples itself."""
-        raise AttributeError(
-            "a loader has no `sampler`, because it resumes by itself: leave out accelerate's "
-            "skip_first_batches, or pass ignore_data_skip=True to transformers' Trainer"
-        )
+        msg = "a loader has no `sampler`, because it resumes by itself: leave out accelerate's"
+        msg += " skip_first_batches, or pass ignore_data_skip=True to transformers' Trainer"
+        raise AttributeError(msg)
 
     @property
     def batch_sampler(self) -> SimpleNamespace:

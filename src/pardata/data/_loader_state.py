@@ -214,10 +214,9 @@ class StateSchema(NamedTuple):
             fixed += ["digest", "state"]  # both None: the seed decides the order
         if differ := [name for name in fixed if state[name] != ours[name]]:
             diffs = [f"{key} was {reprlib.repr(state[key])} and is {ours[key]!r}" for key in differ]
-            raise ValueError(
-                f"`state` must come from a loader with the same dataset and arguments, but "
-                f"{', '.join(diffs)}: make this loader, and those before it, as at the save"
-            )
+            msg = "`state` must come from a loader with the same dataset and arguments, but"
+            msg += f" {', '.join(diffs)}: make this loader, and those before it, as at the save"
+            raise ValueError(msg)
         epoch, delivered = state["epoch"], state["delivered"]
         length = None if self.is_stream else self.facts["length"]
         is_valid = _is_count(epoch) and _is_count(delivered)

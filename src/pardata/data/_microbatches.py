@@ -74,9 +74,7 @@ class Microbatches(Sequence[_T]):
         if not self._batches:
             return self._others
         # `copy` of a tuple would return the same object.
-        copied: _T = map_with_path(
-            self._batches[0], lambda path, leaf: leaf if path else copy(leaf)
-        )
+        copied: _T = map_with_path(self._batches[0], lambda at, leaf: leaf if at else copy(leaf))
         return copied
 
     @classmethod

@@ -182,10 +182,9 @@ class GlobalBatchSampler(Sampler[FetchRequest]):
             # take long.
             looks = self._looks_twice and getattr(self.sampler, "generator", self) is not None
             if looks and _digest(self._draw_order(epoch)) != digest:
-                raise ValueError(
-                    f"`{self.name}` must yield the same order each time in epoch {epoch}, but did "
-                    f"not: shuffle a copy, count epochs by set_epoch, and pass generator=None"
-                )
+                msg = f"`{self.name}` must yield the same order each time in epoch {epoch}, but did"
+                msg += " not: shuffle a copy, count epochs by set_epoch, and pass generator=None"
+                raise ValueError(msg)
             self._looks_twice = False
             found.append((drawn, digest))
             return {"the order": digest}

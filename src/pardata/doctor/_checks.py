@@ -55,9 +55,8 @@ def environment(launch: LaunchInfo, env: Mapping[str, str]) -> Iterator[Finding]
 def _launcher(launch: LaunchInfo, env: Mapping[str, str]) -> Finding:
     if (chosen := select_launcher(env)) is None:
         return Finding("launcher", "none: a single process")
-    names = ", ".join(chosen.variables)
-    text = f"{chosen.name}: world size {launch.size}, to meet at {launch.endpoint}; from {names}"
-    return Finding("launcher", text)
+    text = f"{chosen.name}: world size {launch.size}, to meet at {launch.endpoint}"
+    return Finding("launcher", f"{text}; from {', '.join(chosen.variables)}")
 
 
 def _gpus() -> Finding:

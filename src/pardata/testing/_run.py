@@ -233,13 +233,13 @@ def _received(rank: int, process: Any, pipe: Connection) -> Any:
 
 
 def _timeout_text(stuck: list[int], settings: _RunSettings) -> str:
-    ranks = f"rank {', '.join(map(str, stuck))}"
-    text = f"all {settings.size} ranks must finish within {settings.timeout:g} s, but {ranks} did not"
+    who = f"rank {', '.join(map(str, stuck))}"
+    msg = f"all {settings.size} ranks must finish within {settings.timeout:g} s, but {who} did not"
     for rank in stuck:
         file = Path(f"{settings.directory}/stack-{rank}")
         stack = file.read_text() if file.exists() else ""
-        text += f"\n\nrank {rank} was here:\n{stack or '(not known)'}"
-    return text
+        msg += f"\n\nrank {rank} was here:\n{stack or '(not known)'}"
+    return msg
 
 
 def _work(rank: int, settings: _RunSettings, job: bytes, pipe: Connection) -> None:

@@ -178,17 +178,12 @@ def _check_data(given: LoaderConfig) -> None:
     if given.sharded:
         raise ValueError(f"`sharded` must be False for data with indices, as {kind}: leave it out")
     check_map_style(dataset, ", or be an IterableDataset")
-    if given.sampler is not None:
-        _check_sampler(given)
-
-
-def _check_sampler(given: LoaderConfig) -> None:
     sampler, name = given.sampler, type(given.sampler).__name__
     if isinstance(sampler, DistributedSampler):
         raise ValueError("`sampler` must not be a DistributedSampler: pass shuffle=True instead")
     if isinstance(sampler, BatchSampler):
         raise ValueError(f"`sampler` must not be a {name}: pass it as `batch_sampler` instead")
-    if given.shuffle:
+    if given.shuffle and sampler is not None:
         raise ValueError("`shuffle` must be False with a `sampler`, but is True: choose one")
 
 

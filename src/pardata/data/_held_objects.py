@@ -72,7 +72,7 @@ def listed_samples(dataset: Any, *, floats: bool = False) -> str:
         layers += [one for one in inner if all(one is not other for other in layers)]
         for entries in chain(*(_vectors(x, len(layer), floats=floats) for x in held.values())):
             with suppress(RuntimeError):  # sparse tensors, and those on "meta", are no lists
-                columns += _columns(entries, floats=floats)
+                columns += _columns(_some(entries), floats=floats)
     return hashlib.sha256(repr(columns).encode()).hexdigest()[:16] if columns else ""
 
 
@@ -89,9 +89,15 @@ def _vectors(value: Any, length: int, *, floats: bool) -> Iterator[Any]:
         # By the class first, because `ndim` of another object may read a file, or raise.
         is_array = isinstance(part, torch.Tensor) or type(part).__module__ == "numpy"
         dimensions = getattr(part, "ndim", 0) if is_array else isinstance(part, list | tuple)
-        if (dimensions == 1 or (floats and dimensions > 1)) and len(part) == length:
-            size = part.nbytes if is_array else 16 * len(repr(part[:1])) * length
-            yield part[:: size // max(_MOST_BYTES, 2048 * length) + 1]
+        if (dimensions == 1 or (floats and dimensions > 1)) and len(part) == length > 0:
+            yield part
+
+
+def _some(entries: Any) -> Any:
+    """Return every nth of the entries of a vector, or all if they are small."""
+    first = entries[0]
+    size = first.nbytes if hasattr(first, "nbytes") else 16 * len(repr(first))
+    return entries[:: size // max(_MOST_BYTES // len(entries), 2048) + 1]
 
 
 def _columns(entries: Any, *, floats: bool) -> Iterator[Any]:
@@ -110,7 +116,9 @@ def _columns(entries: Any, *, floats: bool) -> Iterator[Any]:
     elif kinds <= ({int, bool, str, float, type(None)} if floats else {int, bool, str}):
         yield [*entries]
     elif len(kinds) == 1 and hasattr(entries[0], "tolist"):
-        if floats or not any(entry.ndim for entry in entries):
+        if floats:
+            yield content_hash([*entries])
+        elif not any(entry.ndim for entry in entries):
             yield from _columns([entry.tolist() for entry in entries], floats=floats)
     elif len(kinds) == 1 and isinstance(entries[0], dict | list | tuple):
         rows = [[*chain(*entry.items())] if kinds == {dict} else entry for entry in entries]

@@ -121,7 +121,7 @@ def _columns(entries: Any, *, floats: bool) -> Iterator[Any]:
         elif not any(entry.ndim for entry in entries):
             yield from _columns([entry.tolist() for entry in entries], floats=floats)
     elif len(kinds) == 1 and isinstance(entries[0], dict | list | tuple):
-        rows = [[*chain(*entry.items())] if kinds == {dict} else entry for entry in entries]
+        rows = [[*chain(*dict.items(one))] if isinstance(one, dict) else one for one in entries]
         yield (sizes := [*map(len, rows)])
         for place in range(max(sizes)):
             yield from _columns([row[place] for row in rows if place < len(row)], floats=floats)

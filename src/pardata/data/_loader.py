@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NoReturn, TypeAlias
 
+from torch import Tensor
 from torch.utils.data import Dataset
 
 from pardata._validation import FixedArguments, check_int
@@ -265,8 +266,8 @@ class Loader(FixedArguments):
             facts |= {"missing": fetched.missing[: len(read)], "placeholder": batches[0]}
             return step, fetched.state, Microbatches(read, **facts)
         (batch,), missing = batches, sum(fetched.missing)
-        # In the first step also for the last one.
-        rest = self._plan.rest if step.number == 0 else 0
+        # In the first step for the last one, if a share may be a list of samples.
+        rest = 0 if step.number or isinstance(batch, Tensor) else self._plan.rest
         if step.local_samples == 0 or step.samples < self._plan.size or 0 < rest < self._plan.size:
             # On every rank, so that all raise if the batch cannot be emptied.
             is_column = self._source.reader.collation.collate_fn is None

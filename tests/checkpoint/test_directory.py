@@ -45,11 +45,11 @@ class Writer(CheckpointDirectory):
             return None
         if action == "fail":
             with contextlib.suppress(OSError):
-                self.finish(begun, {"step": self._name.step}, lose_a_part)
+                self.finish({"step": self._name.step}, lose_a_part)
             return None
         state = begun / "state.pt"
         text = f"{id(self)} {self._name.step}"
-        self.finish(begun, {"step": self._name.step}, lambda: {"state.pt": save(text, state)})
+        self.finish({"step": self._name.step}, lambda: {"state.pt": save(text, state)})
         return self.directory / str(self._name)
 
 
@@ -134,12 +134,10 @@ def restore_best(directory):
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_the_best_is_restored_where_its_step_came_again(size, tmp_path):
-    for found, steps, (plain, other) in run_caught(restore_best, tmp_path, world_size=size):
+    for found, steps, errors in run_caught(restore_best, tmp_path, world_size=size):
         assert (found, steps) == ([0.9, 0.5, 0.5], [5])
-        told = "`at` must be a step without `keep_best`, but is 'best': pass both"
-        assert plain.endswith(f"ValueError: {told}")
         told = f"is best: {tmp_path} has 5, without the value of `keep_best`"
-        assert other.endswith(f"`at` must be a saved step, but {told}")
+        assert all(error.endswith(f"`at` must be a saved step, but {told}") for error in errors)
 
 
 def test_a_new_attempt_removes_what_the_last_one_was_killed_over(tmp_path):

@@ -286,7 +286,7 @@ def test_resuming_an_epoch_with_another_order_raises(argument, options, one, oth
     begun, again = loader(one), loader(other)
     next(iter(begun))
     again.load_state_dict(begun.state_dict())
-    with pytest.raises(ValueError, match=f"epoch 0 must have .* make `{argument}` as before"):
+    with pytest.raises(ValueError, match=f"epoch 0 must have .* make `{argument}` as then"):
         next(iter(again))
 
 

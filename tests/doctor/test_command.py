@@ -106,7 +106,7 @@ def add_wrongly_on_rank_1():
 def test_an_error_on_one_rank_is_said_on_every_rank():
     for status, text in launched(add_wrongly_on_rank_1, size=2):
         assert status == 1
-        assert "the ranks' sum must be 3, but is 4 on rank 1: test its host" in text
+        assert "the sum must be 3, but is 4 on rank 1: test its host" in text
 
 
 # --- where it does not work

@@ -113,11 +113,8 @@ class CacheManifest(NamedTuple):
     def columns(self) -> list[Column]:
         """Return the column of each part, in the order of `fields`."""
         shapes, length = self._facts()["shapes"], self.source["length"]
-        paths = self.paths(self.folder)
-        return [
-            Column.of(paths[path], field.dtype, length, shapes[path])
-            for path, field in self.fields.items()
-        ]
+        files, fields = self.paths(self.folder), self.fields.items()
+        return [Column.of(files[at], field.dtype, length, shapes[at]) for at, field in fields]
 
     def is_valid(self) -> bool:
         """Whether all files exist and have the recorded sizes."""

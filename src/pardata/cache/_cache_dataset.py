@@ -108,18 +108,16 @@ class CachedDataset(BatchReadable):
         try:
             self._columns = files.columns()
         except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:  # gone, damaged
-            raise RuntimeError(
-                f"the cache in {self.directory} must be of this dataset, but is of another version "
-                f"or gone: call cache_dataset again, with the same dataset on every rank"
-            ) from error
+            msg = f"the cache in {self.directory} must be of this dataset, but is of another"
+            msg += " version or gone: call cache_dataset again, with the same dataset on every rank"
+            raise RuntimeError(msg) from error
         self._sample: Any = first
         self._sample = self[0]  # a copy, which does not keep the source's memory alive
         self._kinds = [leaf for _, leaf in leaves_with_path(self._sample, is_leaf=is_numbers)]
         # Without values, because `default_collate` refuses some numbers.
         nothing = torch.zeros((), device="cpu")
-        self._batch: Any = default_collate(
-            [map_with_path(first, lambda *_: nothing, is_leaf=is_numbers)]
-        )
+        sample = map_with_path(first, lambda *_: nothing, is_leaf=is_numbers)
+        self._batch: Any = default_collate([sample])
 
     def __len__(self) -> int:
         return int(self._files.source["length"])

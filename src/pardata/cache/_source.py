@@ -110,8 +110,7 @@ def to_tensors(sample: Any) -> dict[str, Tensor]:
     leaves = leaves_with_path(sample, is_leaf=is_numbers)
     if not leaves:
         raise TypeError(f"`sample` must have at least one part, but is {sample!r}")
-    named = ((keystr("sample", path), leaf) for path, leaf in leaves)
-    return {name: _as_tensor(leaf, name) for name, leaf in named}
+    return {(name := keystr("sample", path)): _as_tensor(leaf, name) for path, leaf in leaves}
 
 
 def check_structure(parts: Mapping[str, Tensor], fields: Fields, number: int) -> None:
@@ -135,10 +134,8 @@ def from_tensors(template: Any, parts: Iterable[Tensor]) -> Any:
 
     Tensors, arrays, bytes, numbers and lists of them keep their types; an image stays a tensor.
     """
-    following = iter(parts)
-    return map_with_path(
-        template, lambda _, leaf: _of_kind(leaf, next(following)), is_leaf=is_numbers
-    )
+    rest = iter(parts)
+    return map_with_path(template, lambda _, leaf: _of_kind(leaf, next(rest)), is_leaf=is_numbers)
 
 
 def _of_kind(leaf: Any, tensor: Tensor) -> Any:

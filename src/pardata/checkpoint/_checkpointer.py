@@ -82,14 +82,13 @@ class Checkpointer(FixedArguments, AbstractContextManager["Checkpointer"]):
         keep_best: str | None = None,
         asynchronous: bool = False,
     ) -> None:
-        self._retention = Retention(keep, keep_best)
         check_bool("asynchronous", asynchronous)
         self._directory = local_path("directory", directory)
         self._asynchronous = asynchronous
         # Compared between the ranks, which could otherwise write to different directories.
         self._options = {"directory": str(self._directory), "asynchronous": asynchronous}
         self._options |= {"keep": plain_number(keep), "keep_best": keep_best}
-        self._folder = CheckpointDirectory(self._directory, self._retention)
+        self._folder = CheckpointDirectory(self._directory, Retention(keep, keep_best))
         self._background: BackgroundTask | None = None
         self._group: Any = None  # a gloo group for the collectives of asynchronous saves
 
@@ -129,16 +128,14 @@ class Checkpointer(FixedArguments, AbstractContextManager["Checkpointer"]):
         def describe() -> dict[str, object]:
             nonlocal snapshot
             check_int("step", step, least=0)
-            self._retention.check_value(objects)
+            self._folder.retention.check_value(objects)
             if not isinstance(local, Mapping) or local.keys() & objects.keys():
-                raise TypeError(
-                    f"`per_rank` must be a dict of things by names that no other thing has, but is "
-                    f"{shorten(repr(local), 100)}: pass per_rank={{'buffer': buffer}}"
-                )
+                msg = "`per_rank` must be a dict of things by names that no other thing has, but is"
+                msg += f" {shorten(repr(local), 100)}: pass per_rank={{'buffer': buffer}}"
+                raise TypeError(msg)
             snapshot = Snapshot(world, objects, local, copy=self._asynchronous)
-            named = {"objects": list(objects), "per_rank": list(local)}
-            options = {"step": step, **named, **self._options}
-            return {"options": options, "details": snapshot.compared}
+            options = {"step": step, "objects": list(objects), "per_rank": list(local)}
+            return {"options": {**options, **self._options}, "details": snapshot.compared}
 
         require_equal(store_client(), "Checkpointer.save", describe, _raise_of_what_differs)
         with explain_comm_errors("Checkpointer.save"):  # a round would send the states to all ranks
@@ -186,7 +183,8 @@ class Checkpointer(FixedArguments, AbstractContextManager["Checkpointer"]):
         at, templates = plain_number(at), Templates()
 
         def describe() -> dict[str, object]:
-            self._retention.check_at(at)
+            if at not in (None, "best"):
+                check_int("at", at, least=0)
             check_stateful(objects)
             templates.update(sharding_templates(objects))
             return {**self._options, "at": at, "objects": list(objects)}
@@ -236,7 +234,7 @@ class Checkpointer(FixedArguments, AbstractContextManager["Checkpointer"]):
                 records[STATE] = save(contents, path / STATE)
             return records
 
-        work = partial(self._folder.finish, path, {"step": step, **snapshot.facts}, write)
+        work = partial(self._folder.finish, {"step": step, **snapshot.facts}, write)
         if self._asynchronous:
             what = f"the checkpoint of step {step}"
             self._background = BackgroundTask(work if world.is_main else write, what)

@@ -25,6 +25,7 @@ from pardata.environment._world import World
 PER_RANK_FILE = "rank-{:05d}.pt"  # the file of a rank's `per_rank` objects
 
 _FOLDER = "sharded"
+_PLAIN = [f"torch.distributed.checkpoint.{name}" for name in ("metadata", "filesystem")]
 
 
 def write(
@@ -124,11 +125,7 @@ def metadata_classes(checkpoint: Path) -> list[Any]:
         return []
     from torch.distributed.checkpoint import filesystem, metadata  # noqa: PLC0415  # slow to import
 
-    return [
-        kind
-        for module in (metadata, filesystem)
-        for kind in vars(module).values()
-        if getattr(kind, "__module__", None) == module.__name__
-        and (dataclasses.is_dataclass(kind) or (isinstance(kind, type) and issubclass(kind, Enum)))
-        and kind is not metadata.BytesStorageMetadata
-    ]
+    everything = [*vars(metadata).values(), *vars(filesystem).values()]
+    kinds = {one for one in everything if isinstance(one, type) and one.__module__ in _PLAIN}
+    kinds.remove(metadata.BytesStorageMetadata)
+    return [one for one in kinds if dataclasses.is_dataclass(one) or issubclass(one, Enum)]

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from math import isnan
 from pathlib import Path
 from threading import Lock
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from pardata._validation import check_int, check_text
 from pardata.checkpoint._manifest import Record, UnusableError, read_manifest, sync, write_manifest
@@ -29,7 +29,6 @@ from pardata.environment._logger import get_logger
 
 _log = get_logger(__name__)
 
-_Write: TypeAlias = Callable[[], Mapping[str, Record]]
 _OWNER, _NOBODY = "owner", "nobody"
 _UNFINISHED = ".unfinished-"  # the prefix of a folder that is being written or removed
 
@@ -84,16 +83,8 @@ class Retention:
         """Raise a `TypeError` if the value named by `keep_best` is missing or no number."""
         value = objects.get(self._by or "", "missing")
         if self._by is not None and type(value) not in (int, float, type(None)):
-            raise TypeError(
-                f"`{self._by}` must be a number for keep_best, not {value}: pass float(…), or None"
-            )
-
-    def check_at(self, at: object) -> None:
-        """Raise if `at` is no step, or the best one without `keep_best`."""
-        if at == "best" and self._by is None:
-            raise ValueError("`at` must be a step without `keep_best`, but is 'best': pass both")
-        if at not in (None, "best"):
-            check_int("at", at, least=0)
+            msg = f"`{self._by}` must be a number for keep_best, not {value}: pass float(…) or None"
+            raise TypeError(msg)
 
     def best(self, directory: Path, existing: list[CheckpointName]) -> list[CheckpointName]:
         """Return the checkpoint with the best value, the first of several, or nothing."""
@@ -121,19 +112,17 @@ class CheckpointDirectory:
     """
 
     def __init__(self, directory: Path, retention: Retention) -> None:
-        self.directory = directory
-        self._retention = retention
+        self.directory, self.retention = directory, retention
         since, number = time.strftime("%Y-%m-%d %H.%M.%S %z"), os.urandom(8).hex()
         self._me = f"process {os.getpid()} on {socket.gethostname()}, since {since}, {number}"
         self._owner = directory / _OWNER
-        self._last = _NOBODY  # the owner that this run may replace, then this run
+        self._last = self._current_owner()  # the owner that this run may replace, then this run
         self._name = CheckpointName(0, 0)  # until the first save
         self._began = 0.0
         self._writing = Lock()  # held by a thread that is unknown to the saver after Ctrl-C
-        self.look()
 
     def __reduce__(self) -> Any:  # a copy in another process is another writer
-        return type(self), (self.directory, self._retention)
+        return type(self), (self.directory, self.retention)
 
     def look(self) -> None:
         """Note who is the owner now: if another run replaces it, `begin` raises."""
@@ -151,7 +140,7 @@ class CheckpointDirectory:
         if not existing and CheckpointName.parse(self.directory.name) is not None:
             what = f"must be a run's, but {self.directory} is one checkpoint: pass its parent"
             raise ValueError(f"`directory` {what}")
-        best = self._retention.best(self.directory, existing) if at == "best" else []
+        best = self.retention.best(self.directory, existing) if at == "best" else []
         found = best or [name for name in reversed(existing) if at in (None, name.step)]
         if not found and at is not None:
             steps = ", ".join(str(step) for step in sorted({name.step for name in existing}))
@@ -176,39 +165,32 @@ class CheckpointDirectory:
                 attempt = 1 + max((name.attempt for name in (*existing, *stale)), default=0)
             for name in stale:
                 shutil.rmtree(self.directory / f"{_UNFINISHED}{name}", ignore_errors=True)
-            name = CheckpointName(attempt, step)
-            (self.directory / f"{_UNFINISHED}{name}").mkdir()
-            self._name = name  # from now on the folder is removed after an error
+            self._name = CheckpointName(attempt, step)
+            self._unfinished.mkdir()
             return self._unfinished
 
-    def finish(self, path: Path, facts: dict[str, Any], write: _Write) -> None:
+    def finish(self, facts: dict[str, Any], write: Callable[[], Mapping[str, Record]]) -> None:
         """Write the manifest, rename the temporary folder, and remove old checkpoints.
 
         Args:
-            path: the temporary folder. If another one was begun since, this does nothing.
             facts: entries of the manifest.
             write: writes the files, and returns their records.
         """
         step: int = facts["step"]
         with self._writing, self._cleaned_after_errors(step):
-            if path != self._unfinished:
-                return
             size = write_manifest(self._unfinished, facts, write())
             self._check_owner()
             self._unfinished.rename(self.directory / str(self._name))
             sync(self.directory)
-            self._prune()
+            self._check_owner()
+            for name in self.retention.outdated(self.directory, checkpoint_names(self.directory)):
+                # Renamed first: a half-removed folder must not have a checkpoint's name.
+                removed = self.directory / f"{_UNFINISHED}{name}"
+                with suppress(FileNotFoundError):  # the older run removes it at the same time
+                    (self.directory / str(name)).rename(removed)
+                shutil.rmtree(removed, ignore_errors=True)
         figures = step, self.directory, size / 1e6, time.perf_counter() - self._began
         _log.info("pardata saved step %d to %s, %.1f MB in %.2f s", *figures)
-
-    def _prune(self) -> None:
-        self._check_owner()
-        for name in self._retention.outdated(self.directory, checkpoint_names(self.directory)):
-            # Renamed first: a half-removed folder must not have a checkpoint's name.
-            removed = self.directory / f"{_UNFINISHED}{name}"
-            with suppress(FileNotFoundError):  # the older run removes it at the same time
-                (self.directory / str(name)).rename(removed)
-            shutil.rmtree(removed, ignore_errors=True)
 
     def _current_owner(self) -> str:
         return next((file.name for file in self._owner.glob("process *")), _NOBODY)

@@ -125,9 +125,8 @@ class LoadedCheckpoint(NamedTuple):
         """Raise a `ValueError` for a name that was not saved with a state."""
         saved = [name for name in self.objects if name not in self.manifest["values"]]
         if missing := ", ".join(repr(name) for name in names if name not in saved):
-            raise ValueError(
-                f"{self.path} has no state {missing}, but {', '.join(map(repr, saved)) or 'none'}"
-            )
+            msg = f"{self.path} has no state {missing}, but {', '.join(map(repr, saved)) or 'none'}"
+            raise ValueError(msg)
 
     def _check_parameters(self, things: Mapping[str, Any]) -> None:
         """Raise if an optimizer numbers its parameters in another order than at the save."""
@@ -192,10 +191,8 @@ def load_latest(
         _log.warning("checkpoint %s was skipped because %s", path, found, ranks=[0])
     if skipped:
         those = "checkpoints" if at is None else f"checkpoints of step {names[0].step}"
-        raise RuntimeError(
-            f"one of the {those} in {folder.directory} must be complete, but none is:{skipped}\n"
-            f"Put a copy back, or remove them to begin anew"
-        )
+        msg = f"one of the {those} in {folder.directory} must be complete, but none"
+        raise RuntimeError(f"{msg} is:{skipped}\nPut a copy back, or remove them to begin anew")
     return None
 
 
@@ -218,9 +215,8 @@ def _looked_at(world: World, path: Path, step: int) -> LoadedCheckpoint | str:
     def decide(reasons: list[str | None]) -> str:
         unseeing = [rank for rank, why in enumerate(reasons) if why is None]
         if unseeing and len(unseeing) < len(reasons):
-            raise RuntimeError(
-                f"{path} is not there for {format_ranks(unseeing)}: save to a disk of all nodes"
-            )
+            msg = f"{path} is not there for {format_ranks(unseeing)}: save to a disk of all nodes"
+            raise RuntimeError(msg)
         return "it is gone" if unseeing else next(filter(None, reasons), "")
 
     return exchange(store_client(), "Checkpointer (verifying)", look, decide, _PATIENCE) or read[0]
@@ -239,9 +235,8 @@ def _read(path: Path, manifest: dict[str, Any], world: World) -> LoadedCheckpoin
                 contents["objects"].update(load(path / shards.PER_RANK_FILE.format(world.rank)))
             return LoadedCheckpoint(path, manifest, **contents)
     except Exception as error:  # PyTorch may raise anything for a forged file
-        raise UnusableError(
-            f"{STATE} cannot be read without running code, or at all ({error})"
-        ) from error
+        msg = f"{STATE} cannot be read without running code, or at all ({error})"
+        raise UnusableError(msg) from error
 
 
 def _load(name: str, thing: Any, tree: Any) -> None:
@@ -258,10 +253,9 @@ def _load(name: str, thing: Any, tree: Any) -> None:
     except (LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:
         if is_secondary(error):
             raise
-        raise RuntimeError(
-            f"the state of `{name}` must fit this {type(thing).__name__}, but does not "
-            f"({type(error).__name__}: {error}): make all objects anew, as they were saved"
-        ) from error
+        msg = f"the state of `{name}` must fit this {type(thing).__name__}, but does not"
+        msg += f" ({type(error).__name__}: {error}): make all objects anew, as they were saved"
+        raise RuntimeError(msg) from error
 
 
 def sharding_templates(things: Mapping[str, object]) -> Templates:

@@ -12,14 +12,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from pardata._pytree import (
-    KeyPath,
-    content_hash,
-    is_custom_container,
-    keystr,
-    map_with_path,
-    require_dense,
-)
+from pardata import _pytree
+from pardata._pytree import KeyPath, content_hash, is_custom_container, keystr, map_with_path
 from pardata._validation import plain_number, type_with_article
 from pardata.checkpoint._dcp import is_sharded
 from pardata.environment._device import has_streams
@@ -71,13 +65,12 @@ class Snapshot:
             self.compared |= {f"parameter {n} of {name}": str(one) for n, one in enumerate(names)}
         self.trees, copies = dict[str, Any](), HostCopies()
         for name, thing in both.items():
-            if isinstance(thing, nn.Module) and has_unused_gradients(thing):
-                _log.warning(_UNUSED, name, ranks=[0], once=True)
-            state = thing
             if isinstance(thing, nn.Module):
-                state = strategy_of(thing).state_dict(thing)
-            elif name not in values:
-                state = thing.state_dict()
+                if has_unused_gradients(thing):
+                    _log.warning(_UNUSED, name, ranks=[0], once=True)
+                state: Any = strategy_of(thing).state_dict(thing)
+            else:
+                state = thing if name in values else thing.state_dict()
             is_copied = copy and (world.is_main or name in per_rank)
             with torch.no_grad():  # copies carry no autograd history
                 make = copies.of if is_copied else _plain_tensor
@@ -111,7 +104,7 @@ class Snapshot:
         """
 
         def take(at: KeyPath, leaf: Any) -> Any:
-            require_dense(leaf, at[0], at[1:])
+            _pytree.require_dense(leaf, at[0], at[1:])
             if name in self._same:
                 self.compared[".".join(map(str, at))] = _text_of(leaf, self._digest(at))
             if not isinstance(leaf, Tensor):
@@ -228,7 +221,6 @@ def _require_safe(path: KeyPath, part: Any) -> None:
         for key, each in enumerate(without) if type(without) in (list, tuple) else inner:
             _require_safe((*path, key), each)  # raises if this item is the cause
         text = textwrap.shorten(repr(part), 100)
-        raise TypeError(
-            f"what is saved must be tensors, numbers, strings, dicts, lists and tuples, but "
-            f"`{keystr(path[0], path[1:])}` is {text} ({type(part).__qualname__}): convert it"
-        ) from error
+        msg = "what is saved must be tensors, numbers, strings, dicts, lists and tuples, but"
+        msg += f" `{keystr(path[0], path[1:])}` is {text} ({type(part).__qualname__}): convert it"
+        raise TypeError(msg) from error

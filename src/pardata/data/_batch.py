@@ -90,11 +90,10 @@ def empty_batch(batch: Any, *, lists_are_columns: bool, samples: int | None = No
             what = f"Tensor of shape {tuple(leaf.shape)}, not of {samples} row(s)"
         if may_be_samples(leaf):
             what += " of one item, which may be a sample"
-        raise TypeError(
-            f"a batch must be tensors with a row for each sample if a rank gets none, but "
-            f"`{keystr('batch', path)}` is a {what}: put samples first (batch_first=True), or pass "
-            f"`microbatch_size` or drop_last=True to make_loader"
-        )
+        msg = "a batch must be tensors with a row for each sample if a rank gets none, but"
+        msg += f" `{keystr('batch', path)}` is a {what}: put samples first (batch_first=True), or"
+        msg += " pass `microbatch_size` or drop_last=True to make_loader"
+        raise TypeError(msg)
 
     def is_leaf(part: Any) -> bool:
         return isinstance(part, Ragged) or is_opaque(part) or may_be_samples(part)
@@ -232,10 +231,8 @@ class UnevenShares:
             return
         batch_size, self.batch_size = self.batch_size, 0
         ranks = dist.get_world_size()
-        text = (
-            f"`batch_size` {batch_size} leaves {ranks} ranks shares that differ by one sample: "
-            f"call `pardata.backward`, which weights them, or choose a multiple of {ranks}"
-        )
+        text = f"`batch_size` {batch_size} leaves {ranks} ranks shares that differ by one sample:"
+        text += f" call `pardata.backward`, which weights them, or choose a multiple of {ranks}"
         _log.warning(text, ranks=[0], once=True)
 
 

@@ -120,9 +120,8 @@ def _world_for(distributed: object) -> env.World:
         raise ValueError(f"`distributed` must be True, False or 'auto', but is {distributed!r}")
     world = env.require_world("make_loader")
     if distributed is True and (world.backend is None or world.launcher == "single"):
-        raise RuntimeError(
-            "`distributed` must be 'auto' or False without a launcher, but is True: use torchrun"
-        )
+        msg = "`distributed` must be 'auto' or False without a launcher, but is True: use torchrun"
+        raise RuntimeError(msg)
     return world
 
 
@@ -164,9 +163,8 @@ def _check_batch_sampler(given: LoaderConfig) -> None:
     others = {"batch_size": None, "shuffle": False, "sampler": None, "drop_last": None}
     extra = [f"`{name}`" for name, unset in others.items() if getattr(given, name) is not unset]
     if extra:
-        raise ValueError(
-            f"`batch_sampler` must come alone, but comes with {' and '.join(extra)}: drop the rest"
-        )
+        msg = f"`batch_sampler` must come alone, but comes with {' and '.join(extra)}: drop those"
+        raise ValueError(msg)
 
 
 def _check_data(given: LoaderConfig) -> None:
@@ -174,39 +172,28 @@ def _check_data(given: LoaderConfig) -> None:
     dataset, kind = given.dataset, type(given.dataset).__name__
     if isinstance(dataset, IterableDataset):
         if given.trains or given.batch_sampler is not None:
-            raise ValueError(
-                f"an IterableDataset must come without `shuffle` and samplers: shuffle in {kind}"
-            )
+            msg = f"an IterableDataset must come without `shuffle` and samplers: shuffle in {kind}"
+            raise ValueError(msg)
         return
     if given.sharded:
         raise ValueError(f"`sharded` must be False for data with indices, as {kind}: leave it out")
     check_map_style(dataset, ", or be an IterableDataset")
-    if given.sampler is not None:
-        _check_sampler(given)
-
-
-def _check_sampler(given: LoaderConfig) -> None:
     sampler, name = given.sampler, type(given.sampler).__name__
     if isinstance(sampler, DistributedSampler):
         raise ValueError("`sampler` must not be a DistributedSampler: pass shuffle=True instead")
     if isinstance(sampler, BatchSampler):
         raise ValueError(f"`sampler` must not be a {name}: pass it as `batch_sampler` instead")
-    if given.shuffle:
+    if given.shuffle and sampler is not None:
         raise ValueError("`shuffle` must be False with a `sampler`, but is True: choose one")
-
-
-def _length_of(given: LoaderConfig) -> int | None:
-    if given.sharded:
-        return None  # the length of a rank's part is not that of the dataset
-    is_stream = isinstance(given.dataset, IterableDataset)
-    return length_of(given.dataset) if is_stream else len(given.dataset)
 
 
 def _plan(given: LoaderConfig, ranks: env.World, *, drop_last: bool) -> Plan:
     """Return the plan; raise if the batch size does not fit the world or the dataset."""
     batch_size, microbatch_size = given.batch_size, given.microbatch_size
-    sizes = _length_of(given), batch_size or 0, drop_last, microbatch_size
-    plan = Plan(*sizes, ranks.rank, ranks.size)
+    is_stream = isinstance(given.dataset, IterableDataset)
+    length = length_of(given.dataset) if is_stream else len(given.dataset)
+    length = None if given.sharded else length  # the length is not that of a rank's part
+    plan = Plan(length, batch_size or 0, drop_last, microbatch_size, ranks.rank, ranks.size)
     if microbatch_size is not None:
         check_int("microbatch_size", microbatch_size, least=1)
     if given.batch_sampler is not None:
@@ -218,13 +205,11 @@ def _plan(given: LoaderConfig, ranks: env.World, *, drop_last: bool) -> Plan:
     why = ", one for each rank, as it counts the samples of all ranks together" if least > 1 else ""
     check_int("batch_size", batch_size, least=least, why=why)
     if microbatch_size is not None and microbatch_size > batch_size:
-        raise ValueError(
-            f"`microbatch_size` must be at most `batch_size` ({batch_size}), not {microbatch_size}"
-        )
+        msg = f"`microbatch_size` must be at most `batch_size` {batch_size}, not {microbatch_size}"
+        raise ValueError(msg)
     if microbatch_size is not None and given.sharded:
-        raise ValueError(
-            f"`microbatch_size` must be left out with `sharded`, but is {microbatch_size}: drop one"
-        )
+        msg = f"`microbatch_size` must be None with `sharded`, but is {microbatch_size}: drop one"
+        raise ValueError(msg)
     length = plan.length if given.sampler is None else length_of(given.sampler)
     if length is not None:
         replace(plan, length=length).check(shuffled=given.shuffle)

@@ -5,7 +5,6 @@ Does not know other ranks: a request has the indices of this one.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -58,7 +57,7 @@ class Collator(NamedTuple):
             # cache.
             looks = step.number < _LOOKED_AT or step.number % _LOOKED_AT == 0
             return generators.forbid_rng_use(user, device) if looks else nullcontext()
-        seed = mix(self.seed, step.epoch, step.number, microbatch, _number_of(user))
+        seed = mix(self.seed, step.epoch, step.number, microbatch, mix(*user.encode()))
         if device is not None:
             return generators.fork_rng(seed, device)
         generators.seed_generators(seed)
@@ -174,8 +173,3 @@ class MapFetcher(Dataset[Any]):
             index = as_list(indices)
             what = f"{'samples' if isinstance(index, list) else 'sample'} {index} could not be read"
             raise self.collation.failed(what, error) from error
-
-
-@cache
-def _number_of(user: str) -> int:
-    return mix(*user.encode())

@@ -2,7 +2,6 @@
 
 import hashlib
 import io
-import math
 import random
 import re
 import sys
@@ -20,7 +19,7 @@ from pardata._pytree import content_hash
 from pardata.data._batched_read import datasets_in
 from pardata.rng._rng_state import numpy_or_none
 
-_MOST_BYTES, _MOST_NUMBERS = 2**28, 2**22  # hashed of an array, and of a nested list
+_MOST_BYTES = 2**28  # hashed of an array; of a list a 16th, as text
 _MANY = 100  # items of a collection whose items are not looked at
 _DEEPEST = 5  # the maximum depth of attributes and items
 # Classes of file handles that a forked process shares with its parent, by module.
@@ -57,7 +56,7 @@ def listed_samples(dataset: Any, *, floats: bool = False) -> str:
 
     It looks at lists, vectors and columns of tables with an entry for each sample, and at dicts
     that number classes. It hashes only the last name of a path, because nodes may keep the files in
-    different folders. Of lists with more than 16 numbers for each sample it hashes every nth entry.
+    different folders. Of large arrays and lists of large entries it hashes every nth entry.
 
     Args:
         dataset: the datasets in its attributes count too.
@@ -68,37 +67,37 @@ def listed_samples(dataset: Any, *, floats: bool = False) -> str:
     columns: list[Any] = []
     for layer in layers:  # more are appended meanwhile
         held = {id(value): value for value in (layer, *getattr(layer, "__dict__", {}).values())}
-        inner = [one for value in held.values() for one in datasets_in(value) if _is_sized(one)]
+        inner = (one for value in held.values() for one in datasets_in(value))
+        inner = (one for one in inner if isinstance(one, Dataset) and hasattr(one, "__len__"))
         layers += [one for one in inner if all(one is not other for other in layers)]
         for entries in chain(*(_vectors(x, len(layer), floats=floats) for x in held.values())):
             with suppress(RuntimeError):  # sparse tensors, and those on "meta", are no lists
-                columns += _columns(entries, floats=floats)
+                columns += _columns(_some(entries), floats=floats)
     return hashlib.sha256(repr(columns).encode()).hexdigest()[:16] if columns else ""
-
-
-def _is_sized(value: Any) -> bool:
-    return isinstance(value, Dataset) and hasattr(value, "__len__")
 
 
 def _vectors(value: Any, length: int, *, floats: bool) -> Iterator[Any]:
     """Yield what an attribute holds with an entry for each sample, or for each class."""
     if type(value).__module__.startswith("pandas") and hasattr(value, "to_numpy"):
         value = value.to_numpy().tolist()
-    if _numbers_classes(value):
-        yield sorted(value, key=value.get)
+    are_numbers = type(value) is dict and {*map(type, value.values())} == {int}
+    if are_numbers and len(value) > 1 and sorted(value.values()) == [*range(len(value))]:
+        yield sorted(value, key=value.get)  # the names of classes
     columns = dict.values(value) if isinstance(value, dict) else value
     parts = islice(columns, _MANY) if isinstance(value, dict | list | tuple) else ()
     for part in (value, *parts):
         # By the class first, because `ndim` of another object may read a file, or raise.
         is_array = isinstance(part, torch.Tensor) or type(part).__module__ == "numpy"
         dimensions = getattr(part, "ndim", 0) if is_array else isinstance(part, list | tuple)
-        if (dimensions == 1 or (floats and dimensions > 1)) and len(part) == length:
+        if (dimensions == 1 or (floats and dimensions > 1)) and len(part) == length > 0:
             yield part
 
 
-def _numbers_classes(value: Any) -> bool:
-    are_numbers = type(value) is dict and all(type(number) is int for number in value.values())
-    return are_numbers and len(value) > 1 and sorted(value.values()) == [*range(len(value))]
+def _some(entries: Any) -> Any:
+    """Return every nth of the entries of a vector, or all if they are small."""
+    first = entries[0]
+    size = first.nbytes if hasattr(first, "nbytes") else 16 * len(repr(first))
+    return entries[:: size // max(_MOST_BYTES // len(entries), 2048) + 1]
 
 
 def _columns(entries: Any, *, floats: bool) -> Iterator[Any]:
@@ -107,54 +106,38 @@ def _columns(entries: Any, *, floats: bool) -> Iterator[Any]:
     Other entries may be a cache, which differs between ranks.
     """
     dtype = str(getattr(entries, "dtype", "object"))
-    kinds = {*map(type, entries)} if dtype == "object" or "U" in dtype else set[type]()
-    if not kinds:
+    if dtype != "object" and "U" not in dtype:
         if re.search("float|int|bool" if floats else "int|bool", dtype):
-            yield content_hash(entries[:: entries.nbytes // _MOST_BYTES + 1])
-    elif all(issubclass(kind, str | PurePath) for kind in kinds):
+            yield content_hash(entries)
+        return
+    kinds = {*map(type, entries)}
+    if all(issubclass(kind, str | PurePath) for kind in kinds):
         yield [str(entry).rstrip("/").rpartition("/")[2] for entry in entries]
-    elif kinds <= {int, bool, str} or (floats and kinds <= {int, bool, str, float, type(None)}):
+    elif kinds <= ({int, bool, str, float, type(None)} if floats else {int, bool, str}):
         yield [*entries]
-    elif len(kinds) == 1:
-        yield from _nested_columns(entries, kinds.pop(), floats=floats)
-
-
-def _nested_columns(entries: Any, kind: type, *, floats: bool) -> Iterator[Any]:
-    """Yield the columns of entries that are tensors, dicts, lists or tuples."""
-    if hasattr(kind, "tolist"):
-        if floats or not any(entry.ndim for entry in entries):
-            some = _some(entries, [math.prod(entry.shape) for entry in entries])
-            yield from _columns([entry.tolist() for entry in some], floats=floats)
-    elif issubclass(kind, dict):
-        yield sorted(map(repr, {*map(tuple, entries)}))  # the keys
-        yield from _columns([(*entry.values(),) for entry in entries], floats=floats)
-    elif issubclass(kind, list | tuple):
-        some = _some(entries, sizes := [*map(len, entries)])
-        columns = [sizes, [*chain(*some)]]
-        if min(sizes) == max(sizes):
-            columns = [[entry[place] for entry in some] for place in range(sizes[0])]
-        for column in columns:
-            yield from _columns(column, floats=floats)
-
-
-def _some(entries: Any, sizes: list[int]) -> Any:
-    return entries[:: sum(sizes) // max(_MOST_NUMBERS, 16 * len(sizes)) + 1]
+    elif len(kinds) == 1 and hasattr(entries[0], "tolist"):
+        if floats:
+            yield content_hash([*entries])
+        elif not any(entry.ndim for entry in entries):
+            yield from _columns([entry.tolist() for entry in entries], floats=floats)
+    elif len(kinds) == 1 and isinstance(entries[0], dict | list | tuple):
+        rows = [[*chain(*dict.items(one))] if isinstance(one, dict) else one for one in entries]
+        yield (sizes := [*map(len, rows)])
+        for place in range(max(sizes)):
+            yield from _columns([row[place] for row in rows if place < len(row)], floats=floats)
 
 
 def _paths(name: str, holder: Any, is_wanted: Callable[[Any], bool]) -> Iterator[str]:
     """Yield the paths of the wanted objects, in breadth-first order."""
-    seen, layer = set[int](), [(name, holder)]
-    for _ in range(_DEEPEST):
-        below: list[tuple[str, Any]] = []
-        for path, value in layer:
-            if id(value) in seen:
-                continue
-            seen.add(id(value))
-            if is_wanted(value):
-                yield path
-            else:
-                below += _parts(path, value)
-        layer = below
+    seen, found = set[int](), [(name, holder, 1)]
+    for path, value, depth in found:  # more are appended meanwhile
+        if id(value) in seen or depth > _DEEPEST:
+            continue
+        seen.add(id(value))
+        if is_wanted(value):
+            yield path
+        else:
+            found += [(*part, depth + 1) for part in _parts(path, value)]
 
 
 def _parts(path: str, value: Any) -> list[tuple[str, Any]]:

@@ -96,11 +96,9 @@ class IterableFetcher(IterableDataset[FetchedStep]):
     def _beginning(self, read: list[Any]) -> str:
         """Return a hash of the first and last sample, with the rank if objects have no hash."""
         ends = [read[0], read[-1]]
-        has_hash = (
-            isinstance(leaf, _HASHED) or hasattr(leaf, "tobytes")
-            for _, leaf in leaves_with_path(ends)
-        )
-        with_rank = self.is_sharded and not all(has_hash)
+        leaves = [leaf for _, leaf in leaves_with_path(ends)]
+        have_hash = all(isinstance(leaf, _HASHED) or hasattr(leaf, "tobytes") for leaf in leaves)
+        with_rank = self.is_sharded and not have_hash
         return content_hash(ends) + (f" of rank {self.plan.rank}" if with_rank else "")
 
     def _fetched(
@@ -192,9 +190,8 @@ class LockstepSource(StepSource):
             )
         if not (number or start.delivered) and self._has_yielded:
             kind = type(stream.dataset).__name__
-            raise RuntimeError(
-                f"{kind} yielded nothing in epoch {start.epoch}: let __iter__ make a new iterator"
-            )
+            msg = f"{kind} yielded nothing in epoch {start.epoch}: let __iter__ make a new iterator"
+            raise RuntimeError(msg)
 
     def _lockstep(self, steps: Iterator[FetchedStep], before: str | None) -> Iterator[FetchedStep]:
         """Yield this rank's `steps`, then the last one without rows until all ranks are at the end.

@@ -61,13 +61,9 @@ class WaitTimer:
 
     def stats(self) -> dict[str, float]:
         seconds = max(self.seconds(), 1e-9)
-        return {
-            "seconds": seconds,
-            "wait_seconds": self.waited,
-            "wait_share": self.waited / seconds,
-            "samples": self.samples,
-            "samples_per_second": self.samples / seconds,
-        }
+        share, rate = self.waited / seconds, self.samples / seconds
+        waits = {"seconds": seconds, "wait_seconds": self.waited, "wait_share": share}
+        return {**waits, "samples": self.samples, "samples_per_second": rate}
 
 
 class Loader(FixedArguments):
@@ -118,10 +114,9 @@ class Loader(FixedArguments):
     @property
     def sampler(self) -> NoReturn:
         """Raises, because code that asks for a sampler would skip or divide samples itself."""
-        raise AttributeError(
-            "a loader has no `sampler`, because it resumes by itself: leave out accelerate's "
-            "skip_first_batches, or pass ignore_data_skip=True to transformers' Trainer"
-        )
+        msg = "a loader has no `sampler`, because it resumes by itself: leave out accelerate's"
+        msg += " skip_first_batches, or pass ignore_data_skip=True to transformers' Trainer"
+        raise AttributeError(msg)
 
     @property
     def batch_sampler(self) -> SimpleNamespace:
@@ -272,8 +267,7 @@ class Loader(FixedArguments):
             return step, fetched.state, Microbatches(read, **facts)
         (batch,), missing = batches, sum(fetched.missing)
         # In the first step for the last one, if a share may be a list of samples.
-        looks_ahead = step.number == 0 and not isinstance(batch, Tensor)
-        rest = self._plan.rest if looks_ahead else 0
+        rest = 0 if step.number or isinstance(batch, Tensor) else self._plan.rest
         if step.local_samples == 0 or step.samples < self._plan.size or 0 < rest < self._plan.size:
             # On every rank, so that all raise if the batch cannot be emptied.
             is_column = self._source.reader.collation.collate_fn is None
@@ -289,8 +283,6 @@ class Loader(FixedArguments):
         is_long = stats["wait_seconds"] >= _LONG and stats["wait_share"] >= _LONG_FRACTION
         if is_long and not self._has_spoken:
             self._has_spoken = True
-            text = (
-                f"the epoch waited {stats['wait_share']:.0%} of its {stats['seconds']:.1f} s for "
-                f"data: raise num_workers, or use cache_dataset or batch_transform"
-            )
+            text = f"the epoch waited {stats['wait_share']:.0%} of its {stats['seconds']:.1f} s for"
+            text += " data: raise num_workers, or use cache_dataset or batch_transform"
             _log.warning(text, ranks=[0])

@@ -118,10 +118,8 @@ class EpochCursor:
     def check(self, begun: Pass) -> None:
         """Raise if a newer pass has begun, because two passes would share the workers."""
         if begun is not self._newest:
-            raise RuntimeError(
-                "a loader must run one epoch at a time, but a newer iter() has begun, or a state "
-                "was loaded: call iter() again, or make another loader"
-            )
+            msg = "a loader must run one epoch at a time, but a newer iter() has begun, or a state"
+            raise RuntimeError(f"{msg} was loaded: call iter() again, or make another loader")
 
     def delivered(self, begun: Pass, samples: int, digest: str | None, state: Any) -> None:
         """Count the samples of a step as delivered."""
@@ -141,10 +139,8 @@ class EpochCursor:
         begun.is_abandoned = not self._is_set
         self._looks += self._pin is not None and begun.steps == 1
         if self._looks == _LOOKS:
-            text = (
-                "each iter() in a body of `epochs` begins the epoch anew, so next(iter(loader)) "
-                "returns its first batch again: make one iterator before the steps"
-            )
+            text = "each iter() in a body of `epochs` begins the epoch anew, so next(iter(loader))"
+            text += " returns its first batch again: make one iterator before the steps"
             _log.warning(text, ranks=[0], once=True)
 
     def set_epoch(self, epoch: int) -> None:
@@ -218,10 +214,9 @@ class StateSchema(NamedTuple):
             fixed += ["digest", "state"]  # both None: the seed decides the order
         if differ := [name for name in fixed if state[name] != ours[name]]:
             diffs = [f"{key} was {reprlib.repr(state[key])} and is {ours[key]!r}" for key in differ]
-            raise ValueError(
-                f"`state` must come from a loader with the same dataset and arguments, but "
-                f"{', '.join(diffs)}: make this loader, and those before it, as at the save"
-            )
+            msg = "`state` must come from a loader with the same dataset and arguments, but"
+            msg += f" {', '.join(diffs)}: make this loader, and those before it, as at the save"
+            raise ValueError(msg)
         epoch, delivered = state["epoch"], state["delivered"]
         length = None if self.is_stream else self.facts["length"]
         is_valid = _is_count(epoch) and _is_count(delivered)

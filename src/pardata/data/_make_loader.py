@@ -141,8 +141,10 @@ def _parts(settings: ResolvedConfig) -> Parts:
     given, ranks, plan, workers = settings.given, settings.ranks, settings.plan, settings.workers
     seeding = settings.seed, given.reproducible, given.microbatch_size is not None
     collation = Collator(given.collate_fn, *seeding, settings.world.rank)
-    if given.reproducible:
-        _warn_of_held_generators(given)
+    for name in ("dataset", "collate_fn", "batch_transform") if given.reproducible else ():
+        for path in held_generators(name, getattr(given, name)):
+            text = "the loader cannot seed `%s`: use default generators, or pass reproducible=False"
+            _log.warning(text, path, ranks=[0], once=True)
     if not isinstance(given.dataset, IterableDataset):
         sampler = given.sampler if given.batch_sampler is None else given.batch_sampler
         to_workers = workers["num_workers"] > 0
@@ -153,13 +155,6 @@ def _parts(settings: ResolvedConfig) -> Parts:
         source = LockstepSource(stream, None, ranks, workers)
     places = settings.device, given.batch_transform, collation, given.prefetch, settings.pins
     return _schema(settings), source, DeviceTransfer(*places)
-
-
-def _warn_of_held_generators(given: LoaderConfig) -> None:
-    for name in ("dataset", "collate_fn", "batch_transform"):
-        for path in held_generators(name, getattr(given, name)):
-            text = "the loader cannot seed `%s`: use default generators, or pass reproducible=False"
-            _log.warning(text, path, ranks=[0], once=True)
 
 
 def _with_seed(settings: ResolvedConfig, seed: Any) -> Parts | None:

@@ -74,9 +74,7 @@ class Microbatches(Sequence[_T]):
         if not self._batches:
             return self._others
         # `copy` of a tuple would return the same object.
-        copied: _T = map_with_path(
-            self._batches[0], lambda path, leaf: leaf if path else copy(leaf)
-        )
+        copied: _T = map_with_path(self._batches[0], lambda at, leaf: leaf if at else copy(leaf))
         return copied
 
     @classmethod
@@ -107,9 +105,8 @@ class Microbatches(Sequence[_T]):
             by_rank = [one["counts"] for one in facts]
             numbers = [*map(len, by_rank)]
             if min(numbers) == 0 or min(numbers) < max(numbers):
-                raise ValueError(
-                    f"every rank must pass as many `batches`, at least one, but they pass {numbers}"
-                )
+                msg = f"every rank must pass as many `batches`, at least one, but pass {numbers}"
+                raise ValueError(msg)
             return [count for one in by_rank for count in one], facts[0]["seed"]
 
         counts, seed = exchange(store_client(world), "Microbatches.of", state, decide)

@@ -75,14 +75,11 @@ class Plan:
         """Raise if there is no step, or the last shuffled one leaves a rank without a sample."""
         length = self.length or 0
         if self.drop_last and self.batch_size > length:
-            raise ValueError(
-                f"`batch_size` must be at most {length} with drop_last, but is {self.batch_size}"
-            )
+            msg = f"`batch_size` must be at most {length} with drop_last, but is {self.batch_size}"
+            raise ValueError(msg)
         if shuffled and 0 < self.rest < self.size:
-            raise ValueError(
-                f"the last batch must have one sample a rank, but has {self.rest}: pass "
-                f"drop_last=True"
-            )
+            msg = "the last batch must have one sample a rank,"
+            raise ValueError(f"{msg} but has {self.rest}: pass drop_last=True")
 
     @property
     def rest(self) -> int:

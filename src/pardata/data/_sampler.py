@@ -52,11 +52,7 @@ class EpochOrder(NamedTuple):
         """Return the indices at each range of positions: a list, or an int64 tensor (len(run),)."""
         if (drawn := self.drawn) is not None:
             return [list(drawn[run.start : run.stop]) for run in runs]
-        # The ranges of one rank are contiguous.
-        if all(one.stop == other.start for one, other in pairwise(runs)):
-            positions = torch.arange(runs[0].start, runs[-1].stop, device="cpu")
-        else:
-            positions = torch.cat([torch.arange(r.start, r.stop, device="cpu") for r in runs])
+        positions = torch.cat([torch.arange(r.start, r.stop, device="cpu") for r in runs])
         indices = positions if self.shuffle is None else self.shuffle.at(positions)
         return list(indices.split([len(run) for run in runs]))
 
@@ -116,9 +112,8 @@ class GlobalBatchSampler(Sampler[FetchRequest]):
         if self._first:
             delivered = epoch.steps[self._first - 1].stop
         if start.digest not in (None, epoch.digest) or start.delivered != delivered:
-            raise ValueError(
-                f"epoch {start.epoch} must have the order of `state`: make `{self.name}` as before"
-            )
+            msg = f"epoch {start.epoch} must have the order of `state`: make `{self.name}` as then"
+            raise ValueError(msg)
 
     def __iter__(self) -> Iterator[FetchRequest]:
         plan, steps = self.plan, self.epoch.steps
@@ -187,10 +182,9 @@ class GlobalBatchSampler(Sampler[FetchRequest]):
             # take long.
             looks = self._looks_twice and getattr(self.sampler, "generator", self) is not None
             if looks and _digest(self._draw_order(epoch)) != digest:
-                raise ValueError(
-                    f"`{self.name}` must yield the same order each time in epoch {epoch}, but did "
-                    f"not: shuffle a copy, count epochs by set_epoch, and pass generator=None"
-                )
+                msg = f"`{self.name}` must yield the same order each time in epoch {epoch}, but did"
+                msg += " not: shuffle a copy, count epochs by set_epoch, and pass generator=None"
+                raise ValueError(msg)
             self._looks_twice = False
             found.append((drawn, digest))
             return {"the order": digest}
@@ -213,9 +207,8 @@ class GlobalBatchSampler(Sampler[FetchRequest]):
         if len(drawn) > most or length not in (None, len(drawn)):
             yielded = len(drawn) if len(drawn) <= most else "more"
             many = f"at most {most} without one" if length is None else most
-            raise ValueError(
-                f"`{self.name}` must yield as many indices as its length, {many}, not {yielded}"
-            )
+            msg = f"`{self.name}` must yield as many indices as its length, {many}, not {yielded}"
+            raise ValueError(msg)
         if not self.plan.batch_size:
             return [self._checked(batch) for batch in drawn]
         with suppress(TypeError, OverflowError):  # indices may have another type
@@ -229,9 +222,8 @@ class GlobalBatchSampler(Sampler[FetchRequest]):
             raise TypeError(f"`batch_sampler` must yield lists, not {batch!r}: pass a `sampler`")
         least = 1 if self.plan.microbatch_size else self.plan.size
         if len(batch) < least:
-            raise ValueError(
-                f"`batch_sampler` must yield {least} or more indices at once, but yielded {batch!r}"
-            )
+            msg = f"`batch_sampler` must yield {least} or more indices, but yielded {batch!r}"
+            raise ValueError(msg)
         return list(batch)
 
 

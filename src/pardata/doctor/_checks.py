@@ -55,9 +55,8 @@ def environment(launch: LaunchInfo, env: Mapping[str, str]) -> Iterator[Finding]
 def _launcher(launch: LaunchInfo, env: Mapping[str, str]) -> Finding:
     if (chosen := select_launcher(env)) is None:
         return Finding("launcher", "none: a single process")
-    names = ", ".join(chosen.variables)
-    text = f"{chosen.name}: world size {launch.size}, to meet at {launch.endpoint}; from {names}"
-    return Finding("launcher", text)
+    text = f"{chosen.name}: world size {launch.size}, to meet at {launch.endpoint}"
+    return Finding("launcher", f"{text}; from {', '.join(chosen.variables)}")
 
 
 def _gpus() -> Finding:
@@ -120,9 +119,8 @@ def _smoke_test(world: World) -> list[Finding]:
 
     def describe() -> str:
         if got != right:
-            raise RuntimeError(
-                f"the ranks' sum must be {right}, but is {got} on rank {world.rank}: test its host"
-            )
+            msg = f"the sum must be {right}, but is {got} on rank {world.rank}: test its host"
+            raise RuntimeError(msg)
         node = f"{socket.gethostname()}, node {world.node_rank}, local rank {world.local_rank}"
         return f"{node}, {world.device}, cores: {cpus_per_rank(world.local_size)}"
 

@@ -67,13 +67,11 @@ class MetricWriter(AbstractContextManager["MetricWriter"]):
         """
         step = check_int("step", step)
         if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
-            raise TypeError(
-                f"`values` must map names to numbers, but is {values!r}: pass {{'loss': loss}}"
-            )
+            msg = f"`values` must map names to numbers, but is {values!r}: pass {{'loss': loss}}"
+            raise TypeError(msg)
         if "step" in values:
-            raise ValueError(
-                '`values` must not have a "step", which each line has already: rename it'
-            )
+            msg = '`values` must not have a "step", which each line has already: rename it'
+            raise ValueError(msg)
         if self._file is None:
             return
         numbers = {name: _number(name, value) for name, value in values.items()}
@@ -98,9 +96,8 @@ def _number(name: str, value: object) -> float:
     count = value.numel() if isinstance(value, Tensor) else getattr(value, "size", 1)
     number = value.item() if hasattr(value, "item") and count == 1 else value  # NumPy's too
     if not isinstance(number, int | float):
-        raise TypeError(
-            f"`values[{name!r}]` must be one number, but is {value!r} ({type(value).__name__})"
-        )
+        msg = f"`values[{name!r}]` must be one number, but is {value!r} ({type(value).__name__})"
+        raise TypeError(msg)
     return number
 
 

@@ -233,15 +233,13 @@ def _received(rank: int, process: Any, pipe: Connection) -> Any:
 
 
 def _timeout_text(stuck: list[int], settings: _RunSettings) -> str:
-    table = ""
+    who = f"rank {', '.join(map(str, stuck))}"
+    msg = f"all {settings.size} ranks must finish within {settings.timeout:g} s, but {who} did not"
     for rank in stuck:
         file = Path(f"{settings.directory}/stack-{rank}")
         stack = file.read_text() if file.exists() else ""
-        table += f"\nrank {rank} was here:\n{stack or '(not known)'}"
-    return (
-        f"all {settings.size} ranks must finish within {settings.timeout:g} s, "
-        f"but rank {', '.join(map(str, stuck))} did not\n{table}"
-    )
+        msg += f"\n\nrank {rank} was here:\n{stack or '(not known)'}"
+    return msg
 
 
 def _work(rank: int, settings: _RunSettings, job: bytes, pipe: Connection) -> None:

@@ -85,10 +85,7 @@ def worker_options(
 
 
 def _check_they_can_send() -> None:
-    """Raise if the temporary directory's name is too long for the sockets that send tensors.
-
-    A thread of the worker would fail, and ``DataLoader`` wait forever for its batch.
-    """
+    """Raise if sockets that send tensors get too long a name: ``DataLoader`` would wait forever."""
     if torch.multiprocessing.get_sharing_strategy() != "file_descriptor":
         return  # macOS and Windows use no socket
     directory = util.get_temp_dir()

@@ -113,10 +113,9 @@ def require_dense(tree: Any, name: str, path: KeyPath = ()) -> None:
             if leaf.is_quantized or leaf.layout not in (torch.strided, torch.sparse_coo):
                 what = what or str(leaf.dtype if leaf.is_quantized else leaf.layout)
             if what:
-                raise TypeError(
-                    f"`{keystr(name, at)}` must be a dense or sparse COO tensor with memory, but "
-                    f"is {what}: convert it first"
-                )
+                msg = f"`{keystr(name, at)}` must be a dense or sparse COO tensor with memory, but "
+                msg += f"is {what}: convert it first"
+                raise TypeError(msg)
 
 
 def _like(tree: Any, items: dict[Any, Any]) -> Any:

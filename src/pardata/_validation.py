@@ -34,10 +34,9 @@ def check_map_style(dataset: object, otherwise: str) -> None:
     has_both = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     is_stream = isinstance(dataset, IterableDataset)  # it inherits `__getitem__`
     if isinstance(dataset, type) or is_stream or not has_both:
-        raise TypeError(
-            f"`dataset` must have `__getitem__` and `__len__`{otherwise}, but is "
-            f"{type_with_article(dataset)}: pass a list, or a Dataset with both"
-        )
+        msg = f"`dataset` must have `__getitem__` and `__len__`{otherwise}, but is "
+        msg += f"{type_with_article(dataset)}: pass a list, or a Dataset with both"
+        raise TypeError(msg)
 
 
 def check_bool(name: str, value: object) -> None:
@@ -91,9 +90,8 @@ def local_path(name: str, path: str | os.PathLike[str]) -> Path:
     Raise for a URL and for "~": a file system would make folders of these names.
     """
     if not str(path) or str(path).startswith("~"):
-        raise ValueError(
-            f"`{name}` must be a path, but is {str(path)!r}: pass '.' or os.path.expanduser(path)"
-        )
+        msg = f"`{name}` must be a path, but is {str(path)!r}: pass '.' or os.path.expanduser(path)"
+        raise ValueError(msg)
     slashes = "//" if isinstance(path, str) else "/"  # a Path keeps one of the two
     if re.match(rf"[a-zA-Z][\w+.-]+:{slashes}", str(path)):
         raise ValueError(
@@ -110,7 +108,6 @@ class FixedArguments:
     def __setattr__(self, name: str, value: object) -> None:
         if name in self._arguments:
             kind = type(self).__name__.lower()
-            raise AttributeError(
-                f"`{name}` of a {kind} must not change to {value!r:.60}: make another {kind}"
-            )
+            msg = f"`{name}` of a {kind} must not change to {value!r:.60}: make another {kind}"
+            raise AttributeError(msg)
         super().__setattr__(name, value)

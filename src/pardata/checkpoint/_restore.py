@@ -134,10 +134,9 @@ class LoadedCheckpoint(NamedTuple):
             pairs = zip(self.parameters.get(name, ()), now, strict=False)
             for number, (was, one) in enumerate(pairs):
                 if was != one and None not in (was, one):
-                    raise RuntimeError(
-                        f"the parameters of `{name}` must keep their order, but number {number} "
-                        f"was `{was}` and is `{one}`: make its groups from lists, not from a set"
-                    )
+                    msg = f"the parameters of `{name}` must keep their order, but number {number} "
+                    msg += f"was `{was}` and is `{one}`: make its groups from lists, not from a set"
+                    raise RuntimeError(msg)
 
     def _report(self, world: World, unavailable: list[str]) -> None:
         """Log the restored step, and the names that are not restored."""

@@ -148,10 +148,9 @@ def check_stateful(objects: Mapping[str, object]) -> None:
     """Raise a `TypeError` for an object without a state to restore."""
     for name, thing in objects.items():
         if not _is_stateful(thing):
-            raise TypeError(
-                f"`restore` must be given what has state_dict and load_state_dict, but `{name}` "
-                f"is {type_with_article(thing)}: values are in what it returns, `at` is the step"
-            )
+            msg = f"`restore` must be given what has state_dict and load_state_dict, but `{name}` "
+            msg += f"is {type_with_article(thing)}: values are in what it returns, `at` is the step"
+            raise TypeError(msg)
 
 
 def _is_stateful(thing: object) -> bool:

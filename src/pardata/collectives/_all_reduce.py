@@ -63,9 +63,8 @@ def all_reduce_mean(value: Any, weight: float | Tensor = 1) -> Any:
     with explain_comm_errors("all_reduce_mean"):
         total, sums = _reduce(checked, number)
     if total == 0:
-        raise ValueError(
-            "`weight` must be positive on a rank, but is 0 on all: nothing was counted"
-        )
+        msg = "`weight` must be positive on a rank, but is 0 on all: nothing was counted"
+        raise ValueError(msg)
     return checked.rebuilt(value, map(cast_like, checked.leaves, [part / total for part in sums]))
 
 
@@ -235,10 +234,9 @@ def _require_exact(number: Leaf) -> None:
     if isinstance(number, Tensor):
         number = float(number.double().abs().max()) if number.numel() else 0
     if abs(number) >= _EXACT:
-        raise OverflowError(
-            f"whole numbers and their sum must be below 2**53 to be exact, but one has "
-            f"{int(number).bit_length()} bits: pass it as a float"
-        )
+        msg = "whole numbers and their sum must be below 2**53 to be exact, but one has "
+        msg += f"{int(number).bit_length()} bits: pass it as a float"
+        raise OverflowError(msg)
 
 
 def checked_weight(weight: object, name: str = "weight") -> float:

@@ -66,9 +66,8 @@ class StopSignal:
         """
         world = require_world("StopSignal.agreed")
         if not self._is_entered:
-            raise RuntimeError(
-                "a StopSignal must be entered before `agreed`: write `with StopSignal() as stop:`"
-            )
+            msg = "a StopSignal must be entered before `agreed`: write `with StopSignal() as stop:`"
+            raise RuntimeError(msg)
         if not self._agreed:
             self._agreed = self.requested if world.size == 1 else self._last_result()
             if self._agreed:

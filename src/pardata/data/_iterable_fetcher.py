@@ -266,7 +266,6 @@ def _start_next(steps: Iterator[FetchedStep]) -> tuple[FetchedStep | None, WaitM
 
 def _ended_on(counts: list[int]) -> None:
     shorter = format_ranks([rank for rank, count in enumerate(counts) if count < max(counts)])
-    raise RuntimeError(
-        f"every rank must have samples for this step, but they ended early on {shorter} of "
-        f"{len(counts)}: yield the same everywhere, or pass sharded=True and give each rank some"
-    )
+    msg = f"every rank must have samples for this step, but they ended early on {shorter} of "
+    msg += f"{len(counts)}: yield the same everywhere, or pass sharded=True and give each rank some"
+    raise RuntimeError(msg)

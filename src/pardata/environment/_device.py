@@ -134,9 +134,8 @@ def checked_device(device: Any) -> torch.device:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, TypeError) as error:  # raised by torch
         why = str(error).partition("\n")[0]
-        raise RuntimeError(
-            f"`device` must be one that this machine has, but is {str(device)!r}: {why}"
-        ) from error
+        msg = f"`device` must be one that this machine has, but is {str(device)!r}: {why}"
+        raise RuntimeError(msg) from error
 
 
 def backend_for(device: torch.device) -> str:

@@ -100,9 +100,8 @@ def select_launcher(env: Env) -> Launcher | None:
     choice = env.get("PARDATA_LAUNCHER", "auto")
     choices = ("auto", *dict.fromkeys(launcher.name for launcher in LAUNCHERS), "none")
     if choice not in choices:
-        raise ValueError(
-            f"`PARDATA_LAUNCHER` must be one of {', '.join(choices)}, but is {choice!r}"
-        )
+        msg = f"`PARDATA_LAUNCHER` must be one of {', '.join(choices)}, but is {choice!r}"
+        raise ValueError(msg)
     among = [launcher for launcher in LAUNCHERS if choice in ("auto", launcher.name)]
     found = [launcher for launcher in among if launcher.started(env)]
     if choice == "auto":  # `read` raises an error for a part of torchrun's variables
@@ -148,11 +147,10 @@ def _mpi(name: str, who: str, names: tuple[str, ...], env: Env) -> LaunchInfo:
     address = env.get("MASTER_ADDR") or ("127.0.0.1" if local_size == size else "")
     if not address:
         option = {"Open MPI": "-x MASTER_ADDR=", "MPICH": "-genv MASTER_ADDR "}
-        raise ValueError(
-            f"`MASTER_ADDR` must be set when {who} spans several hosts ({local_size} of {size} "
-            f"ranks are on this one), but is not: add "
-            f"`{option.get(who, 'export MASTER_ADDR=')}<host of rank 0>` to the command"
-        )
+        msg = f"`MASTER_ADDR` must be set when {who} spans several hosts ({local_size} of {size} "
+        msg += "ranks are on this one), but is not: add "
+        msg += f"`{option.get(who, 'export MASTER_ADDR=')}<host of rank 0>` to the command"
+        raise ValueError(msg)
     # Each mpirun has another namespace, so two runs on one host get two ports.
     namespace = env.get("PMIX_NAMESPACE", "").encode()
     port = 15000 + zlib.crc32(namespace) % 10000 if names is OPEN_MPI else 29500
@@ -198,10 +196,9 @@ def first_host(text: str) -> str:
     item = f"{number}(?:-{number})?"
     entry = rf"(?:[^\[\],\s]|\[{item}(?:,{item})*\])+"
     if re.fullmatch(f"{entry}(?:,{entry})*", text) is None:
-        raise ValueError(
-            f"a SLURM node list must look like 'a[1-3,7],b2', but is {text!r}: correct "
-            f"`SLURM_STEP_NODELIST`, or {_OPT_OUT}"
-        )
+        msg = f"a SLURM node list must look like 'a[1-3,7],b2', but is {text!r}: correct "
+        msg += f"`SLURM_STEP_NODELIST`, or {_OPT_OUT}"
+        raise ValueError(msg)
     # Replaces each bracket by its first number, with its leading zeros.
     return re.sub(r"\[([0-9]+).*?\]", r"\1", text).split(",", 1)[0]
 
@@ -212,10 +209,9 @@ def _numbers(env: Env, names: tuple[str, ...], launcher: str) -> list[int]:
     missing = [f"`{name}`" for name in names if not env.get(name)]
     if missing:
         also = f" in addition to {', '.join(present)}" if present else ""
-        raise ValueError(
-            f"the variables of {launcher} must be set together, but {', '.join(missing)} must "
-            f"still be set{also}: start the script with the launcher itself, or {_OPT_OUT}"
-        )
+        msg = f"the variables of {launcher} must be set together, but {', '.join(missing)} must "
+        msg += f"still be set{also}: start the script with the launcher itself, or {_OPT_OUT}"
+        raise ValueError(msg)
     return [read_int(env, name) for name in names[:4]]
 
 
@@ -224,9 +220,8 @@ def read_int(env: Env, name: str) -> int:
     text = env.get(name, "")
     # `isascii`, because int() accepts digits of any script. More than 18 digits cannot be a count.
     if not (text.isascii() and text.isdecimal() and len(text) <= 18):
-        raise ValueError(
-            f"`{name}` must be a whole number, but is {text!r}: correct it, or {_OPT_OUT}"
-        )
+        msg = f"`{name}` must be a whole number, but is {text!r}: correct it, or {_OPT_OUT}"
+        raise ValueError(msg)
     return int(text)
 
 
@@ -250,11 +245,10 @@ def _check_bounds(launch: LaunchInfo, launcher: Launcher) -> None:
         (launch.node_rank, launch.num_nodes, "rank of the node", "number of nodes"),
     ):
         if value is not None and bound is not None and value >= bound:
-            raise ValueError(
-                f"the {name} must be less than the {of} ({bound}), but {launch.launcher} "
-                f"set it to {value}: the variables {', '.join(launcher.variables)} contradict each "
-                f"other, or are left over from another run; {_OPT_OUT}"
-            )
+            msg = f"the {name} must be less than the {of} ({bound}), but {launch.launcher} set it "
+            msg += f"to {value}: the variables {', '.join(launcher.variables)} contradict each "
+            msg += f"other, or are left over from another run; {_OPT_OUT}"
+            raise ValueError(msg)
 
 
 _TORCHRUNS = ("TORCHELASTIC_", "GROUP_", "NODE_RANK")

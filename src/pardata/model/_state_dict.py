@@ -70,15 +70,13 @@ def _read_state(state: object) -> Mapping[str, Any]:
     if isinstance(state, str | os.PathLike):
         state = read_weights(state)
     if not isinstance(state, Mapping):
-        raise TypeError(
-            f"`state_or_path` must be a state dict or a path, but is {type_with_article(state)}"
-        )
+        msg = f"`state_or_path` must be a state dict or a path, but is {type_with_article(state)}"
+        raise TypeError(msg)
     for key, value in state.items():
         # A module's get_extra_state() may return a dict.
         if isinstance(value, Mapping) and not str(key).endswith("_extra_state"):
-            raise TypeError(
-                f"`state_or_path` must hold tensors, but {key!r} is a dict: pass state[{key!r}]"
-            )
+            msg = f"`state_or_path` must hold tensors, but {key!r} is a dict: pass state[{key!r}]"
+            raise TypeError(msg)
     return state
 
 
@@ -95,9 +93,8 @@ def _renamed(state: Mapping[str, Any], plain: nn.Module) -> dict[str, Any]:
     for name, value in state.items():
         partner = name if name in target else partners.get(_strip_wrappers(name), name)
         if partner in renamed:
-            raise ValueError(
-                f"`state_or_path` must name each parameter once, but {partner!r} comes twice"
-            )
+            msg = f"`state_or_path` must name each parameter once, but {partner!r} comes twice"
+            raise ValueError(msg)
         renamed[partner] = shard_like(value, target.get(partner))
     return renamed
 
@@ -125,7 +122,6 @@ def read_weights(path: str | os.PathLike[str]) -> Any:
         # torch and safetensors raise many types for a damaged file, and name no file. Only the
         # first sentence of torch's text: the next ones explain how to run the code in the file.
         sentence = str(error).partition("\n")[0].partition(". ")[0]
-        raise RuntimeError(
-            f"{os.fspath(path)} must be a file of weights, but cannot be read as one "
-            f"({type(error).__name__}: {sentence}): is it complete, with nothing but tensors?"
-        ) from error
+        msg = f"{os.fspath(path)} must be a file of weights, but cannot be read as one "
+        msg += f"({type(error).__name__}: {sentence}): is it complete, with nothing but tensors?"
+        raise RuntimeError(msg) from error

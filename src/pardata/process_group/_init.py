@@ -152,10 +152,9 @@ def _check_not_inherited(launch: LaunchInfo) -> None:
     pid, _, identity = os.environ.get("PARDATA_JOINED", "").partition(" ")
     if launch.size == 1 or identity != launch.launch_id or pid == str(os.getpid()):
         return
-    raise RuntimeError(
-        f"this process inherited the variables of rank {launch.rank}, which process {pid} is: set "
-        f"PARDATA_LAUNCHER=none for it, or put the script under `if __name__ == '__main__':`"
-    )
+    msg = f"this process inherited the variables of rank {launch.rank}, which process {pid} is: "
+    msg += "set PARDATA_LAUNCHER=none for it, or put the script under `if __name__ == '__main__':`"
+    raise RuntimeError(msg)
 
 
 def _check_same_arguments(

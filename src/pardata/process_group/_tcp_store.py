@@ -43,10 +43,9 @@ def _connect(launch: LaunchInfo, timeout: timedelta) -> tuple[dist.Store, bool]:
         # torch retries an unknown name for minutes.
         socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise RuntimeError(
-            f"`MASTER_ADDR` must be a host that resolves, but {launch.master_addr!r} does not "
-            f"({error}): set MASTER_ADDR to an address that every rank can reach"
-        ) from error
+        msg = f"`MASTER_ADDR` must be a host that resolves, but {launch.master_addr!r} does not "
+        msg += f"({error}): set MASTER_ADDR to an address that every rank can reach"
+        raise RuntimeError(msg) from error
     # Under torchrun the agent serves the store at that address, and every rank is a client.
     served = launch.launcher == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE")
     hosts = launch.rank == 0 and served != str(True)
@@ -75,9 +74,8 @@ def _check_run(store: dist.Store, launch: LaunchInfo, timeout: timedelta) -> Non
     else:
         raise missing_ranks_error([0], launch.size, timeout)
     if theirs != ours:
-        raise RuntimeError(
-            f"{launch.endpoint} is the store of {theirs}, not {ours}: set a free MASTER_PORT"
-        )
+        msg = f"{launch.endpoint} is the store of {theirs}, not {ours}: set a free MASTER_PORT"
+        raise RuntimeError(msg)
 
 
 def missing_ranks_error(missing: list[int], size: int, timeout: timedelta) -> TimeoutError:

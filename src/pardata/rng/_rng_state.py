@@ -178,9 +178,8 @@ def set_rng_state(states: Iterable[int], device: torch.device, *, only_seed: boo
         for generator, state in zip(of_torch, saved["PyTorch"], strict=False):
             generator.restore(torch.tensor(state, dtype=torch.uint8, device="cpu"))
     except (zlib.error, LookupError, ArithmeticError, TypeError, ValueError, RuntimeError) as error:
-        raise RuntimeError(
-            f"cannot restore the random generators, as their saved state is invalid: {error!r}"
-        ) from error
+        msg = f"cannot restore the random generators, as their saved state is invalid: {error!r}"
+        raise RuntimeError(msg) from error
 
 
 @contextmanager
@@ -193,9 +192,8 @@ def forbid_rng_use(what: str, device: torch.device | None = None) -> Iterator[No
     before = fork_rng(device=device)
     yield
     if before.advanced():
-        raise RuntimeError(
-            f"`{what}` must draw no random numbers: pass `microbatch_size`, or reproducible=False"
-        )
+        msg = f"`{what}` must draw no random numbers: pass `microbatch_size`, or reproducible=False"
+        raise RuntimeError(msg)
 
 
 @cache

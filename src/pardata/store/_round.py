@@ -72,9 +72,8 @@ def exchange(
     try:
         value = contribute()
         if (length := len(json.dumps(value))) > _MOST:
-            raise ValueError(
-                f"`{call}` must compare at most {_MOST >> 20} MiB, but got {length / 2**20:.1f}"
-            )
+            msg = f"`{call}` must compare at most {_MOST >> 20} MiB, but got {length / 2**20:.1f}"
+            raise ValueError(msg)
     except Exception as raised:  # noqa: BLE001  # raised again once the other ranks know
         value, error = None, raised
     try:

@@ -161,9 +161,8 @@ def backward(
     True
     """
     if any(map(torch.is_autocast_enabled, device_kinds())) and torch.is_autocast_cache_enabled():
-        raise RuntimeError(
-            "`backward` must run outside of autocast: put `with torch.autocast(…)` into `loss_fn`"
-        )
+        msg = "`backward` must run outside of autocast: put `with torch.autocast(…)` into `loss_fn`"
+        raise RuntimeError(msg)
     # In a single process a model is checked only in its first step.
     seen = count is None and is_single_process() and callable(loss_fn) and model in _checked_models
     if seen and (not isinstance(batch, Microbatches) or len(batch) == 1):
@@ -229,10 +228,9 @@ def _check_batch_norms(step: Step, batch: Any) -> None:
     """Raise for `Microbatches` with SyncBatchNorm, which would normalise only a few at a time."""
     is_cut = step.size > 1 and isinstance(batch, Microbatches)
     if is_cut and any(norm.training for norm in sync_batch_norms(step.module)):
-        raise ValueError(
-            "`batch` must not be Microbatches for a model with SyncBatchNorm, which needs the "
-            "global batch: leave out microbatch_size or sync_batchnorm"
-        )
+        msg = "`batch` must not be Microbatches for a model with SyncBatchNorm, which needs the "
+        msg += "global batch: leave out microbatch_size or sync_batchnorm"
+        raise ValueError(msg)
 
 
 def _forward(

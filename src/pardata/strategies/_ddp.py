@@ -193,10 +193,9 @@ class DdpStep(DistributedStep):
         except RuntimeError as error:
             trained = ((n, p) for n, p in self.module.named_parameters() if p.requires_grad)
             unused = ", ".join(f"`{name}`" for name, p in trained if p.grad is None)
-            raise RuntimeError(
-                f"every parameter must take part in the loss, but {unused or 'some'} did not: use "
-                f"it, freeze it (requires_grad_(False)), or pass find_unused_parameters=True"
-            ) from error
+            msg = f"every parameter must take part in the loss, but {unused or 'some'} did not: "
+            msg += "use it, freeze it (requires_grad_(False)), or pass find_unused_parameters=True"
+            raise RuntimeError(msg) from error
         if vars(self.layer).get("_stays_arranged"):
             reducer.reset_reducer(self.layer)
 

@@ -45,25 +45,22 @@ def check_nested(module: nn.Module) -> None:
     """
     if any(part.training and direct_tensors(part)[1] for part in module.modules()):
         name = type(module).__name__
-        raise RuntimeError(
-            f"a wrapped model must have no buffers in training mode in the `loss_fn` of another, "
-            f"but {name} has: call unwrap(model) there, or model.eval() before"
-        )
+        msg = "a wrapped model must have no buffers in training mode in the `loss_fn` of another, "
+        msg += f"but {name} has: call unwrap(model) there, or model.eval() before"
+        raise RuntimeError(msg)
 
 
 def check_loss_fn(loss_fn: object) -> None:
     """Raise for the arguments of ``loss.backward()``, and for a loss function."""
     what = getattr(loss_fn, "__name__", type_with_article(loss_fn))
     if not callable(loss_fn):
-        raise TypeError(
-            f"`loss_fn` must be a function, but is {what}: call backward(model, loss_fn, batch)"
-        )
+        msg = f"`loss_fn` must be a function, but is {what}: call backward(model, loss_fn, batch)"
+        raise TypeError(msg)
     modules = {getattr(loss_fn, "__module__", ""), *(t.__module__ for t in type(loss_fn).__mro__)}
     if modules & {"torch.nn.functional", "torch.nn.modules.loss"}:
-        raise TypeError(
-            f"`loss_fn` must run the model, but is {what}, which takes outputs and targets: write "
-            f"def loss_fn(model, batch): return criterion(model(batch[0]), batch[1])"
-        )
+        msg = f"`loss_fn` must run the model, but is {what}, which takes outputs and targets: "
+        msg += "write def loss_fn(model, batch): return criterion(model(batch[0]), batch[1])"
+        raise TypeError(msg)
 
 
 @contextmanager
@@ -89,9 +86,8 @@ def check_forward(model: nn.Module, *, keeps: bool) -> Iterator[list[Tensor]]:
     finally:
         hook.remove()
     if not ran:
-        raise RuntimeError(
-            "`loss_fn` must run `model` with gradients, but did not: call model(…), not its parts"
-        )
+        msg = "`loss_fn` must run `model` with gradients, but did not: call model(…), not its parts"
+        raise RuntimeError(msg)
 
 
 def zero_backward(outputs: list[Tensor], loss: Any, *, everywhere: bool) -> None:

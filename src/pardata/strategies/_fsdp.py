@@ -59,9 +59,8 @@ class FsdpStep(DistributedStep):
                     f"wrap a model with it, and load_weights(new, old.state_dict(), strict=False)"
                 )
             if mesh is not None and mesh.size() != self.size:
-                raise ValueError(
-                    f"fully_shard must get a mesh of all {self.size} ranks, but got {mesh.size()}"
-                )
+                msg = f"fully_shard must get a mesh of all {self.size} ranks, but got {mesh.size()}"
+                raise ValueError(msg)
 
     def _check_reduced(self) -> None:
         """Raise if there are gradients that no rank has reduced, and drop them."""
@@ -143,11 +142,10 @@ class FsdpStrategy(Strategy):
             raise ValueError("`replicate` must be left out with `mesh`: pass a 2-D mesh instead")
         for name, one in (*model.named_parameters(), *model.named_buffers()):
             if one.is_meta and settings.world.is_main:
-                raise ValueError(
-                    f"rank 0 must build `model` without torch.device('meta'), but `{name}` is "
-                    f"empty: or call fully_shard and to_empty(device=…) first, and load_weights "
-                    f"after"
-                )
+                msg = f"rank 0 must build `model` without torch.device('meta'), but `{name}` is "
+                msg += "empty: or call fully_shard and to_empty(device=…) first, and load_weights "
+                msg += "after"
+                raise ValueError(msg)
 
     def facts(self, model: nn.Module, settings: WrapOptions) -> Facts:
         found = Counter(type(block).__name__ for block in _blocks(unwrap(model), settings))
@@ -233,9 +231,8 @@ def _refuse_dataclass(module: nn.Module, _args: object, output: object) -> None:
     """Forward hook: raise for a dataclass output, whose tensors FSDP misses before torch 2.12."""
     kinds = (type(leaf).__name__ for _, leaf in leaves_with_path(output) if is_dataclass(leaf))
     if torch.is_grad_enabled() and (kind := next(kinds, None)) is not None:
-        raise TypeError(
-            f"{type(module).__name__} must return a dict, not dataclass {kind}, before torch 2.12"
-        )
+        msg = f"{type(module).__name__} must return a dict, not dataclass {kind}, before torch 2.12"
+        raise TypeError(msg)
 
 
 @uncompiled
@@ -252,9 +249,8 @@ def _look(one: torch.optim.Optimizer, *_: object) -> None:
     """Raise in the step of an optimizer that has replaced parameters."""
     parameters = [parameter for group in one.param_groups for parameter in group["params"]]
     if stale := sum(hasattr(parameter, _OLD) for parameter in parameters):
-        raise RuntimeError(
-            f"{type(one).__name__} has {stale} parameters from before wrap_model: make it after"
-        )
+        msg = f"{type(one).__name__} has {stale} parameters from before wrap_model: make it after"
+        raise RuntimeError(msg)
 
 
 # Registers the check of optimizers before their steps, once for a process.

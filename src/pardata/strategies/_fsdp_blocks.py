@@ -68,17 +68,15 @@ def _named(module: nn.Module, blocks: Any) -> Iterator[nn.Module]:
     kinds: Sequence[type[nn.Module]] = [blocks] if isinstance(blocks, type) else blocks
     if not (isinstance(kinds, Sequence) and kinds and all(isinstance(k, type) for k in kinds)):
         given = type_with_article(blocks) if isinstance(blocks, nn.Module) else repr(blocks)
-        raise TypeError(
-            f"`blocks` must be 'auto' or classes of modules, but is {given}: pass blocks=[Layer]"
-        )
+        msg = f"`blocks` must be 'auto' or classes of modules, but is {given}: pass blocks=[Layer]"
+        raise TypeError(msg)
     inner = [one for one in module.modules() if one is not module and size_of(one)]
     for kind in kinds:
         found = [one for one in inner if isinstance(one, kind) and _has_forward(one)]
         if not found:
-            raise ValueError(
-                f"`blocks` must be classes of modules in {type(module).__name__} that have a "
-                f"forward and parameters, but it has no {kind.__name__}: see print(model)"
-            )
+            msg = f"`blocks` must be classes of modules in {type(module).__name__} that have a "
+            msg += f"forward and parameters, but it has no {kind.__name__}: see print(model)"
+            raise ValueError(msg)
         yield from found
 
 

@@ -90,15 +90,13 @@ class StepCounts:
         is_shown = rows or self._placeholder is None
         for row in (shown := rows if is_shown else [self._ask_for(self._placeholder, int)]):
             if row.keys() != shown[0].keys() or len(row) > _MOST_TERMS + 1:
-                raise ValueError(
-                    f"`count` must return the same names, at most {_MOST_TERMS}, but returned "
-                    f"{sorted(shown[0])[1:]} and {sorted(row)[1:]}: return 0 for an absent term"
-                )
+                msg = f"`count` must return the same names, at most {_MOST_TERMS}, but returned "
+                msg += f"{sorted(shown[0])[1:]} and {sorted(row)[1:]}: return 0 for an absent term"
+                raise ValueError(msg)
         if unseen := [row for row in rows if not row[""] and any(row.values())]:
-            raise ValueError(
-                f"`count` must return 0 for a batch without samples, but returned "
-                f"{dict(unseen[0])}: put a tensor with a row for each sample first in the batch"
-            )
+            msg = "`count` must return 0 for a batch without samples, but returned "
+            msg += f"{dict(unseen[0])}: put a tensor with a row for each sample first in the batch"
+            raise ValueError(msg)
         self.rows = rows
         self._names = sorted(shown[0]) if shown else [""]
         return dict.fromkeys([(name,) for name in self._names], 0)
@@ -271,10 +269,9 @@ class LossWeights(NamedTuple):
         most = -(-len(batch.counts) // replicas.size)
         wanted = max(replicas.min_microbatches, most if replicas.equal_microbatches else 0)
         if len(local) < wanted and batch.placeholder is None:
-            raise ValueError(
-                f"a rank must have a microbatch to run if the others run one, but {batch!r} "
-                f"has none: give it a placeholder, any microbatch of the step"
-            )
+            msg = f"a rank must have a microbatch to run if the others run one, but {batch!r} has "
+            msg += "none: give it a placeholder, any microbatch of the step"
+            raise ValueError(msg)
         # First, so that the last microbatch, which synchronises, is a real one if there is any.
         placeholders = [Microbatch(batch.placeholder, 0) for _ in range(wanted - len(local))]
         return cls(placeholders + local, most, totals, dropped_samples)

@@ -115,10 +115,9 @@ class Step(Replicas):
         """
         flags = vars(self.layer)
         if self.looks and not self.gradients_are_final and (name := name_of_hooked(self.module)):
-            raise RuntimeError(
-                f"`{name}` must have no register_post_accumulate_grad_hook, which would see a part "
-                f"of the gradient, but has: step after backward"
-            )
+            msg = f"`{name}` must have no register_post_accumulate_grad_hook, which would see a "
+            msg += "part of the gradient, but has: step after backward"
+            raise RuntimeError(msg)
         if flags.get(_COMMUNICATES):
             self._check_even()
         # Not under FSDP, whose forward communicates, and of which all ranks run equally many.
@@ -133,11 +132,10 @@ class Step(Replicas):
     def _check_even(self) -> None:
         """Raise if ranks run unequally many microbatches."""
         if isinstance(self.batch, Microbatches) and len(self.batch.counts) % self.size:
-            raise RuntimeError(
-                f"`loss_fn` must not call torch.distributed if ranks run unequally many "
-                f"microbatches, here {len(self.batch.counts)} on {self.size} ranks: return "
-                f"metrics, or let ranks share them equally"
-            )
+            msg = "`loss_fn` must not call torch.distributed if ranks run unequally many "
+            msg += f"microbatches, here {len(self.batch.counts)} on {self.size} ranks: return "
+            msg += "metrics, or let ranks share them equally"
+            raise RuntimeError(msg)
 
     def microbatch(self, microbatch: Microbatch) -> AbstractContextManager[None]:  # noqa: ARG002  # `ExactStep` uses it
         """Return the context of the forward and backward of one microbatch."""

@@ -289,8 +289,7 @@ def _check_means(found: Mapping[KeyPath, Leaf], microbatch: Any) -> None:
         shape = tuple(leaf.shape) if isinstance(leaf, Tensor) else ()
         has_rows = shape != (1,) and shape[:1] in {(number,) for number in rows}
         if has_rows or math.prod(shape) > _MOST:
-            raise TypeError(
-                f"`{keystr('metrics', path)}` must be a mean over the microbatch, of at most "
-                f"{_MOST} elements, but its shape is {shape}: return its mean, or keep it and call "
-                f"all_gather after backward; if rows are classes, return Mean(total, count)"
-            )
+            msg = f"`{keystr('metrics', path)}` must be a mean over the microbatch, of at most "
+            msg += f"{_MOST} elements, but its shape is {shape}: return its mean, or keep it and "
+            msg += "call all_gather after backward; if rows are classes, return Mean(total, count)"
+            raise TypeError(msg)

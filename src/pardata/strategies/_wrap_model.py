@@ -140,9 +140,8 @@ def _check(model: nn.Module, chosen: Strategy, settings: WrapOptions) -> None:
         cure = "pass unwrap(model), or wrap once, at the outside"
         if any(isinstance(part, ShardedModule) for part in model.modules()):
             cure = "build a new one, and call load_weights(new, old.state_dict())"
-        raise ValueError(
-            f"`model` must not be wrapped yet, but (a part of) {type(model).__name__} is: {cure}"
-        )
+        msg = f"`model` must not be wrapped yet, but (a part of) {type(model).__name__} is: {cure}"
+        raise ValueError(msg)
     options = inspect.signature(chosen.options_of()).parameters.keys()
     allowed = {*options, *chosen.extra_options} - {"module"}
     for name in sorted(settings.options.keys() - allowed):
@@ -156,9 +155,8 @@ def _check(model: nn.Module, chosen: Strategy, settings: WrapOptions) -> None:
         _check_devices(model, chosen)
         _check_embeddings(model, chosen)
     if chosen.needs_group and settings.world.backend is None:
-        raise RuntimeError(
-            f"strategy {chosen.name!r} needs a process group, but has none: call `pardata.init()`"
-        )
+        msg = f"strategy {chosen.name!r} needs a process group, but has none: call `pardata.init()`"
+        raise RuntimeError(msg)
     chosen.check(model, settings)
     if settings.sync_batchnorm and settings.world.size > 1 and chosen.is_collective:
         _check_batch_norms(model)
@@ -180,10 +178,9 @@ def _check_embeddings(model: nn.Module, chosen: Strategy) -> None:
     """Raise for an embedding with ``max_norm``, whose forward changes this rank's weights."""
     for name, part in model.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
-            raise ValueError(
-                f"`{name or 'model'}` must not have `max_norm` under {chosen.name!r}: after each "
-                f"step call weight.data.renorm_({part.norm_type:g}, 0, {part.max_norm}) instead"
-            )
+            msg = f"`{name or 'model'}` must not have `max_norm` under {chosen.name!r}: after each "
+            msg += f"step call weight.data.renorm_({part.norm_type:g}, 0, {part.max_norm}) instead"
+            raise ValueError(msg)
 
 
 def _check_batch_norms(model: nn.Module) -> None:
@@ -195,10 +192,9 @@ def _check_batch_norms(model: nn.Module) -> None:
     for name, module in model.named_modules():
         is_other = isinstance(module, BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
         if is_other and getattr(module.forward, "__func__", None) is not BatchNorm.forward:
-            raise ValueError(
-                f"`sync_batchnorm` must find PyTorch's own batch norms, but `{name or 'model'}` "
-                f"({type(module).__name__}) has another forward: add that in another module"
-            )
+            msg = f"`sync_batchnorm` must find PyTorch's own batch norms, but `{name or 'model'}` "
+            msg += f"({type(module).__name__}) has another forward: add that in another module"
+            raise ValueError(msg)
 
 
 def _devices(model: nn.Module) -> list[str]:

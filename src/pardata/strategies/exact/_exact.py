@@ -84,9 +84,8 @@ class ExactStrategy(Strategy):
 
     def check(self, model: nn.Module, settings: WrapOptions) -> None:
         if settings.sync_batchnorm or sync_batch_norms(model):
-            raise ValueError(
-                "`sync_batchnorm` must be False under strategy 'exact': make the model without it"
-            )
+            msg = "`sync_batchnorm` must be False under strategy 'exact': make the model without it"
+            raise ValueError(msg)
         check_int("threads", settings.options.get("threads", 1), least=1)
 
     def facts(self, model: nn.Module, settings: WrapOptions) -> Facts:

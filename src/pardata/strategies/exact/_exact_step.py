@@ -57,10 +57,9 @@ class ExactStep(Step):
     def _prepare(self) -> None:
         self.size = world().size
         if not isinstance(self.batch, Microbatches):
-            raise TypeError(
-                f"`batch` must be Microbatches under strategy 'exact', but is a "
-                f"{type(self.batch).__name__}: pass microbatch_size to make_loader"
-            )
+            msg = "`batch` must be Microbatches under strategy 'exact', but is a "
+            msg += f"{type(self.batch).__name__}: pass microbatch_size to make_loader"
+            raise TypeError(msg)
         self._sums = self.layer.exact
         self._begin_replica()
         # Raised in the step, so that other ranks get an error too.

@@ -94,10 +94,9 @@ class GradientSums:
         """Handle a parameter's gradient: when a bucket is complete, add it, and perhaps send it."""
         bucket = self._bucket_of.get(parameter)
         if bucket is None:
-            raise RuntimeError(
-                f"what is trained must not change in a step of 'exact', but a parameter of shape "
-                f"{tuple(parameter.shape)} did: call requires_grad_() before backward"
-            )
+            msg = "what is trained must not change in a step of 'exact', but a parameter of shape "
+            msg += f"{tuple(parameter.shape)} did: call requires_grad_() before backward"
+            raise RuntimeError(msg)
         name = partial(name_of, parameter, self.parameters.items())
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise TypeError(
@@ -178,7 +177,6 @@ def _received(hooked_by: "ref[GradientSums]", parameter: nn.Parameter) -> None:
     elif running is None or parameter not in running.hooked:
         parameter.grad = None  # it is not reduced, and a later `backward` would add to it
         name = name_of(parameter, sums.module.named_parameters())
-        raise RuntimeError(
-            f"under strategy 'exact' only `pardata.backward` must run a backward, but `{name}` got "
-            f"another gradient: call backward(model, loss_fn, batch)"
-        )
+        msg = f"under strategy 'exact' only `pardata.backward` must run a backward, but `{name}` "
+        msg += "got another gradient: call backward(model, loss_fn, batch)"
+        raise RuntimeError(msg)

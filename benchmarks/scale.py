@@ -28,6 +28,7 @@ from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from statistics import linear_regression
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -253,6 +254,9 @@ def simulation() -> Iterator[None]:
             (_checkpointer, "gather_to_rank_zero", lambda here, own, *_: [own] * here.size),
             (_barrier, "broadcast_bytes", lambda *_: result),
             (_world, "current_world", lambda: _world.process.state.world),
+            # There is no group.
+            (_world, "weakref", SimpleNamespace(ref=lambda group: lambda: group)),
+            (GroupState, "is_current", lambda _: True),
             (_wrap_model, "_facts_of", lambda *_: told),
             (_wrap_model, "_check", lambda *_: None),
             (_wrap_model, "check_supported", lambda *_: None),  # nothing is sent

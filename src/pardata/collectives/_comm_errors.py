@@ -42,12 +42,12 @@ def first_failure(
 
     def read(store: dist.Store) -> tuple[RemoteError | None, dict[int, str]]:
         deadline, calls = time.monotonic() + patience, dict[int, str]()
-        append(store, "reports", "")  # `get` would wait for it
         while True:  # torch logs a `wait` that times out
             if store.check([_FAILURE]):
                 return RemoteError(**json.loads(store.get(_FAILURE))), calls
-            before, lines = len(calls), store.get("reports").split(b"\n")
-            calls = dict(json.loads(line) for line in lines if line)
+            before = len(calls)
+            if store.check(["reports"]):  # `get` would wait for them
+                calls = dict(map(json.loads, store.get("reports").splitlines()))
             if len(calls) > before:
                 deadline = time.monotonic() + patience
             if time.monotonic() >= deadline or len(calls) == client.size:

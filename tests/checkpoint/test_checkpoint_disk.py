@@ -55,20 +55,25 @@ def test_a_checkpoint_is_synced_to_disk_before_it_is_renamed(tmp_path, monkeypat
     assert last == inode(tmp_path)
 
 
+def refuse_to_sync(monkeypatch, is_refused, code):
+    """Let ``os.fsync`` raise for what has a mode of this kind, as a folder or a file."""
+    on_disk = os.fsync
+
+    def of_others(opened):
+        if is_refused(os.fstat(opened).st_mode):
+            raise OSError(code, os.strerror(code))
+        on_disk(opened)
+
+    monkeypatch.setattr(os, "fsync", of_others)
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
 def test_a_disk_that_cannot_sync_folders_is_warned_of_once(
     code, asynchronous, tmp_path, monkeypatch, caplog
 ):
     monkeypatch.setattr("pardata.environment._logger.logged_once", set())
-    on_disk = os.fsync
-
-    def of_files(opened):
-        if stat.S_ISDIR(os.fstat(opened).st_mode):
-            raise OSError(code, os.strerror(code))
-        on_disk(opened)
-
-    monkeypatch.setattr(os, "fsync", of_files)
+    refuse_to_sync(monkeypatch, stat.S_ISDIR, code)
     checkpointer = Checkpointer(tmp_path, asynchronous=asynchronous)
     save = lambda step: (checkpointer.save(step), checkpointer.wait())  # noqa: E731
     if code == errno.EIO:
@@ -84,14 +89,7 @@ def test_a_disk_that_cannot_sync_folders_is_warned_of_once(
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP])
 def test_a_file_that_cannot_be_synced_fails_the_save(code, tmp_path, monkeypatch):
-    on_disk = os.fsync
-
-    def of_folders(opened):
-        if stat.S_ISREG(os.fstat(opened).st_mode):
-            raise OSError(code, os.strerror(code))
-        on_disk(opened)
-
-    monkeypatch.setattr(os, "fsync", of_folders)
+    refuse_to_sync(monkeypatch, stat.S_ISREG, code)
     with pytest.raises(OSError, match="while saving step 1"):
         Checkpointer(tmp_path).save(1)
     assert (whole_steps(tmp_path), leftovers(tmp_path)) == ([], [])

@@ -111,8 +111,9 @@ def test_a_rank_that_takes_the_store_with_it_is_told_so(tmp_path):
 
 def lose_rank_1(directory, strategy):
     here = pardata.init(timeout=LONG)
-    model = wrap_model(nn.Linear(512, 512), strategy)
-    (batch,) = make_loader(TensorDataset(torch.ones(6, 512)), 6, microbatch_size=1, num_workers=0)
+    # Of several buckets, so that "exact" waits for the other ranks during the backward too.
+    model = wrap_model(nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(3))), strategy)
+    (batch,) = make_loader(TensorDataset(torch.ones(6, 1024)), 6, microbatch_size=1, num_workers=0)
     backward(model, lambda model, x: model(x[0]).mean(), batch)
 
     def loss_fn(model, x):

@@ -17,6 +17,10 @@ class Wrapper(nn.Module):
         super().__init__()
         self.module = module
 
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module."""
+        return self.module(*inputs, **kwargs)
+
     def check_versions(self, facts: Mapping[str, Any]) -> None:
         """Raise if the metadata of a state dict forbids to load it; does nothing by default."""
 

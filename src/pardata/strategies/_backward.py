@@ -175,7 +175,6 @@ def backward(
             current_op.heartbeat()
             with step.microbatch(one), fork_torch_rng(microbatch_seed(batch, one.number)):
                 (_run if one.count else _run_placeholder)(step, model, loss_fn, one)
-        step.check_buffers()
     if type(step) is Step and step.size == 1:
         _checked_models.add(model)
     means = step.metrics.result()
@@ -244,8 +243,7 @@ def _forward(
     loss = step.metrics.add(returned, microbatch.count, microbatch.data)
     step.check(loss)
     step.loss_weights.global_total()  # raises on all ranks, before a backward
-    if microbatch is step.loss_weights.microbatches[-1]:
-        step.send()
+    step.end_forward(microbatch)
     return loss, outputs
 
 

@@ -156,11 +156,7 @@ class DdpStep(DistributedStep):
 
     @contextmanager
     def synchronized(self) -> Iterator[None]:
-        if self.loss_weights.most > 1 and self.layer.static_graph:
-            raise ValueError(
-                f"`static_graph` must be False for {self.loss_weights.most} microbatches on a rank"
-            )
-        shares_memory = self.layer.gradient_as_bucket_view
+        shares_memory = getattr(self.layer, "gradient_as_bucket_view", False)
         aside = StashedGradients(parameters_of(self.module), shares_memory=shares_memory)
         with aside, active_step(self):
             self._begin()
@@ -168,23 +164,33 @@ class DdpStep(DistributedStep):
                 yield
                 self._finish()
             except BaseException:
-                reducer.reset_reducer(self.layer)
+                self._reset()
                 raise
-            if self._is_transparent and self.layer._has_unequal_buffers():
-                self.layer._broadcast_buffers()
             self._take_means()
 
     def _begin(self) -> None:
         """Arrange DDP's buckets, and check that it reduces all trained parameters."""
-        # PyTorch does this in the next forward. It is collective, and a rank may fail before that.
-        if self.layer.reducer._rebuild_buckets():
-            self.layer._has_rebuilt_buckets = True
+        if self.loss_weights.most > 1 and self.layer.static_graph:
+            raise ValueError(
+                f"`static_graph` must be False for {self.loss_weights.most} microbatches on a rank"
+            )
+        # PyTorch does this in the next forward. A rank may fail before that.
+        self._rebuild_buckets()
         if self._is_transparent:
             self.layer._reduced.check(self.layer)
         if vars(self.layer).pop("_expects_backward", False) and self.loss_weights.most > 1:
             # After a forward without a backward, as in an evaluation without no_grad(), PyTorch
             # would reduce in the next backward even under no_sync(), and perhaps not on every rank.
             reducer.reset_reducer(self.layer)
+
+    def _rebuild_buckets(self) -> None:
+        """Arrange DDP's buckets in the order of gradients, once. Collective."""
+        if self.layer.reducer._rebuild_buckets():
+            self.layer._has_rebuilt_buckets = True
+
+    def _reset(self) -> None:
+        """Reset DDP after an error, perhaps on this rank only."""
+        reducer.reset_reducer(self.layer)
 
     def _finish(self) -> None:
         """Raise unless all gradients were reduced."""
@@ -213,6 +219,11 @@ class DdpStep(DistributedStep):
     def _sums(self) -> Tensor:
         return super()._sums() if self._payload is None else self._payload.sums()
 
+    def _take_means(self) -> None:
+        if self._is_transparent and self.layer._has_unequal_buffers():
+            self.layer._broadcast_buffers()
+        super()._take_means()
+
 
 class DdpStrategy(Strategy):
     name = "ddp"
@@ -225,4 +236,8 @@ class DdpStrategy(Strategy):
         devices = {parameter.device for parameter in model.parameters()}
         if len(devices) == 1 and (only := devices.pop()).type != "cpu":
             options.setdefault("device_ids", [only])
+        return self.replicate(model, **options)
+
+    def replicate(self, model: nn.Module, **options: Any) -> nn.Module:
+        """Return the model in DDP."""
         return TransparentDDP(model, **options)

@@ -3,7 +3,7 @@
 Does not replace DDP's reduction, which stays PyTorch's.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -25,6 +25,7 @@ class ReducedParameters:
     Attributes:
         parameters: the parameters whose gradients it reduces, in its order.
         sparse: for each of them, whether its gradient is sparse.
+        text: a text of their layouts.
     """
 
     def __init__(
@@ -32,10 +33,16 @@ class ReducedParameters:
     ) -> None:
         self.parameters, self.sparse = parameters, sparse
         self._kinds = {id(parameter): _kind(parameter) for parameter in parameters}
+        self._layouts = [*map(_layout, parameters)]
+        self.text = str([layout[1:] for layout in self._layouts])
         # Held by reference, so that no other parameter gets the same id.
         others = {n: p for n, p in model.module.named_parameters() if id(p) not in self._kinds}
         self._others = {id(p): p for p in others.values()}
         self._ignored = {id(p) for name, p in others.items() if name in model.parameters_to_ignore}
+
+    def are(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Return whether these are the parameters, and have kept their layouts."""
+        return self._layouts == [*map(_layout, parameters)]
 
     def check(self, model: DistributedDataParallel) -> None:
         """Raise if DDP would not synchronise a trained parameter.
@@ -75,6 +82,10 @@ def _kind(parameter: Tensor) -> tuple[torch.dtype, torch.device]:
     return parameter.dtype, parameter.device
 
 
+def _layout(parameter: Tensor) -> tuple[object, ...]:
+    return id(parameter), *_kind(parameter), parameter.shape, parameter.stride()
+
+
 def register_hook(model: Any, state: object, hook: Callable[..., Any]) -> None:
     """Register a communication hook; unlike with DDP's method, it is not pickled."""
     dist._register_comm_hook(model.reducer, state, hook)
@@ -94,15 +105,20 @@ def reset_reducer(model: Any) -> None:
         model._check_reducer_finalized()
     # Pending collectives still write to the buckets, so the next step needs new ones.
     except RuntimeError:
-        _renew_reducer(model)
+        reduced = getattr(model, "_reduced", None)  # PyTorch's class has none
+        renew_reducer(model, *([reduced.parameters, reduced.sparse] if reduced else []))
     else:
         model.reducer._reset_state()
 
 
-def _renew_reducer(model: Any) -> None:
-    """Give DDP a new reducer with new buckets, as unpickling does."""
-    reduced = getattr(model, "_reduced", None)  # PyTorch's class has none
-    built = (reduced.parameters, reduced.sparse) if reduced else model._build_params_for_reducer()
+def renew_reducer(model: Any, *built: Any) -> None:
+    """Give DDP a new reducer with new buckets, as unpickling does.
+
+    Args:
+        model: the model in DDP.
+        built: the parameters, and whether their gradients are sparse; by default those of now.
+    """
+    built = built or model._build_params_for_reducer()
     frozen = [parameter for parameter in built[0] if not parameter.requires_grad]
     for parameter in frozen:  # a reducer takes only trainable parameters
         parameter.requires_grad_(True)
@@ -122,7 +138,7 @@ def _renew_reducer(model: Any) -> None:
 
 
 # Elements: gradients up to this size are copied in less time than a collective takes.
-_SMALL = 2**17
+SMALL = 2**17
 _MOST_RANKS = 64  # above it the payload, about 100 numbers for each rank, is no longer small
 
 
@@ -144,8 +160,23 @@ class Payload:
 
     def sums(self) -> Tensor:
         """Return the sums over all ranks, float64 of shape (n,), with the same bits on each."""
-        words: Tensor = self.received.to(torch.int16)
-        return words.view(torch.float64).view(self.group.size(), -1).sum(0)
+        return from_words(self.received, self.group.size()).sum(0)
+
+
+def to_words(rows: Tensor, slots: int, first: int) -> Tensor:
+    """Return float64 rows as 16-bit integers in float32, in slots from `first` on, of `slots`.
+
+    Other ranks add zeros there, so that no sum rounds, and infinity and NaN keep their bits.
+    """
+    words = rows.reshape(len(rows), -1).view(torch.int16)
+    places = torch.zeros(slots, words.shape[1], device=rows.device)
+    places[first : first + len(words)] = words
+    return places.view(-1)
+
+
+def from_words(words: Tensor, slots: int) -> Tensor:
+    """Return the rows of all slots, from the sums of words over ranks."""
+    return words.to(torch.int16).view(slots, -1).view(torch.float64)
 
 
 def _mean_with_payload(payload: Payload, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -155,10 +186,8 @@ def _mean_with_payload(payload: Payload, bucket: dist.GradBucket) -> torch.futur
     if numbers is None:
         sent = gradients.div_(size)
     else:
-        words = numbers.view(torch.int16)
-        places = gradients.new_zeros(size, len(words))
-        places[payload.group.rank()] = words
-        sent = torch.cat([gradients.div_(size), places.view(-1)])
+        words = to_words(numbers[None], size, payload.group.rank())
+        sent = torch.cat([gradients.div_(size), words.to(gradients.dtype)])
         payload.numbers, payload.received = None, sent[count:]
     done = torch.futures.Future[Tensor]()
     if bucket.is_last():
@@ -181,7 +210,7 @@ def payload_for(model: DistributedDataParallel) -> Payload | None:
     parameters = list(model.module.parameters())
     wide = {p.dtype for p in parameters} <= {torch.float32, torch.float64}
     sparse = any(getattr(part, "sparse", False) for part in model.module.modules())
-    small = sum(p.numel() for p in parameters) <= _SMALL
+    small = sum(p.numel() for p in parameters) <= SMALL
     few = model.process_group.size() <= _MOST_RANKS
     # On a GPU launching the kernels that pack them takes longer.
     on_cpu = all(p.is_cpu for p in parameters)

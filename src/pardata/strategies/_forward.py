@@ -27,6 +27,11 @@ def active_step(step: object) -> Iterator[None]:
         _active.pop()
 
 
+def running_step() -> Any:
+    """Return the step that runs now, the innermost one."""
+    return _active[-1]
+
+
 def active_model() -> nn.Module | None:
     """Return the layer of the model whose step runs now, the innermost one, or None."""
     if torch.compiler.is_compiling():

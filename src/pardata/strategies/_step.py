@@ -141,6 +141,12 @@ class Step(Replicas):
         """Return the context of the forward and backward of one microbatch."""
         return _NOTHING
 
+    def end_forward(self, microbatch: Microbatch) -> None:
+        """End the forward of a microbatch, before its backward."""
+        if microbatch is self.loss_weights.microbatches[-1]:
+            self.check_buffers()
+            self.send()
+
     def send(self) -> None:
         """Send this rank's metrics, or compare them, before the last backward."""
 

@@ -60,9 +60,10 @@ class BufferMeans:
         }
 
     def add(self, microbatch: Microbatch, values: Tensor) -> None:
-        """Add a microbatch's changes of buffers, and the `values` of loss and metrics; restore.
+        """Add a microbatch's changes of buffers, and the `values` of loss and metrics.
 
-        The values, a vector, are already multiplied by the count of the microbatch.
+        The values, a vector, are already multiplied by the count of the microbatch. Its backward
+        comes after this, so that activation checkpointing changes no buffer a second time.
         """
         number, leaf = microbatch.number, None
         if microbatch.count:  # a placeholder restores its buffers itself
@@ -72,7 +73,7 @@ class BufferMeans:
             self._stack.push((number, number + 1), leaf)
 
     def _changes(self, number: int) -> list[Tensor]:
-        """Return the changes of floating-point buffers by a microbatch, and restore all buffers."""
+        """Return the changes of floating-point buffers by a microbatch."""
         if not self._start:
             return []
         now = self._now()
@@ -80,7 +81,6 @@ class BufferMeans:
         same = (after == self._before) | (after.isnan() & self._before.isnan())
         if number == self._first:
             self._counted = self._flat(now, self._counting, torch.int64) - self._counts
-        self.put_back(now)
         return [(after - self._before).masked_fill_(same, IDENTITY)]
 
     def rows(self, count: int, first: int) -> Tensor:
@@ -123,9 +123,9 @@ class BufferMeans:
             _set(buffers, [part.view(b.shape) for part, b in zip(parts, buffers, strict=True)])
         return values
 
-    def put_back(self, found: dict[str, Tensor] | None = None) -> None:
-        """Restore the values of buffers (`found`, if given) from the start of the step."""
-        now = found or real_buffers(self._module)
+    def put_back(self) -> None:
+        """Restore the values of buffers from the start of the step."""
+        now = real_buffers(self._module) if self._start else {}
         same = [n for n, start in self._start.items() if n in now and now[n].shape == start.shape]
         _set([now[name] for name in same], [self._start[name] for name in same])
 

@@ -2,28 +2,35 @@
 
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import GradBucket
+from torch.futures import Future
 
 from pardata.collectives._fingerprint import CheckedCollective, WaitMinMax
 from pardata.data._microbatches import Microbatches
 from pardata.environment._world import cpu_group_and_device, world
-from pardata.model._grads_and_buffers import StashedGradients
 from pardata.model._torch_internals import parameters_of
 from pardata.rng._rng_state import ForkedRng, default_generators, seed_generators
 from pardata.store._rank_errors import has_lost_peer, mark_secondary
 from pardata.store._round import Facts
-from pardata.strategies._forward import active_step
-from pardata.strategies._loss_weights import Microbatch, start_all_reduce
-from pardata.strategies._step import Step, microbatch_seed
+from pardata.strategies import _ddp_reducer as reducer
+from pardata.strategies._ddp import DdpStep
+from pardata.strategies._loss_weights import Microbatch
+from pardata.strategies._step import microbatch_seed
 from pardata.strategies.exact._buffer_means import BufferMeans
 from pardata.strategies.exact._numerics import numerics_error
 from pardata.strategies.exact._tree_all_reduce import TreeAllReduce, TreeLayout
+from pardata.strategies.exact._tree_gradients import TreeGradients
+
+# ruff: noqa: SLF001  # the wrapper's own names are private, so as not to hide names of the module
 
 _NONE = 2**53  # stands for no microbatch
+_MOST = 2**14  # numbers that are sent behind a bucket: above this a separate collective is faster
 
 
 class _Agreement(NamedTuple):
@@ -35,22 +42,23 @@ class _Agreement(NamedTuple):
         first: the number of the first microbatch of the step that counts.
     """
 
-    is_same: bool = False
-    has_failed: bool = False
-    first: int = _NONE
+    is_same: bool
+    has_failed: bool
+    first: int
 
 
-class ExactStep(Step):
-    """Step of "exact": sums the weighted gradients of microbatches in a tree of fixed shape.
+class ExactStep(DdpStep):
+    """Step of "exact": DDP sends the gradients, and its communication hook sums them in a tree.
 
-    Complete buckets are sent during the backward of the last microbatch. Ranks first compare their
-    steps on the CPU, so the host waits for no GPU.
+    Ranks compare their steps on the CPU during the last backward, before the first bucket, because
+    gloo ends a process that receives unexpected data. A rank with an error sends its buckets too,
+    and then all raise one. A single process has no DDP.
     """
 
     _vote: WaitMinMax | None = None
-    _answer: _Agreement | None = None
-    # A rank without microbatches runs a placeholder, to learn the structure of the metrics.
-    min_microbatches = 1
+    _outcome: _Agreement | Exception | None = None
+    _num_words = 0  # of means, which are sent behind the last bucket; 0 if separately
+    _failed: Exception | None = None  # kept, until all ranks know of it
     grads_are_averaged, has_ordered_sums = False, True
     gradients_are_final = False
 
@@ -60,50 +68,62 @@ class ExactStep(Step):
             msg = "`batch` must be Microbatches under strategy 'exact', but is a "
             msg += f"{type(self.batch).__name__}: pass microbatch_size to make_loader"
             raise TypeError(msg)
-        self._sums = self.layer.exact
+        if self.size > 1 and not hasattr(self.layer, "reducer"):
+            msg = f"the model must be wrapped in a world of {self.size} ranks, but was in one "
+            msg += "process: call wrap_model(unwrap(model), 'exact')"
+            raise RuntimeError(msg)
         self._begin_replica()
         # Raised in the step, so that other ranks get an error too.
-        self._refusal: Exception | None = numerics_error(self.model, self._sums.threads)
+        self._failed = numerics_error(self.model, self.layer._threads)
 
     @contextmanager
     def synchronized(self) -> Iterator[None]:
         """Run this rank's microbatches in the block, then set gradients, buffers and means."""
-        self._begin()
-        failed = self._refusal  # also if this rank runs no microbatch
         # Python's and NumPy's generators are saved once a step, because NumPy takes 70 µs.
-        stash = StashedGradients(parameters_of(self.module))
-        with ForkedRng(default_generators()[:-1]), stash, active_step(self):
+        with ForkedRng(default_generators()[:-1]), super().synchronized():
             try:
-                try:
-                    # Collective if counts are fractions, so before any error of a later microbatch.
-                    self.loss_weights.totals()
-                    yield
-                except Exception as error:
-                    if has_lost_peer(error):
-                        raise
-                    failed = error  # raised below, because the other ranks wait
-                self._conclude(failed)
-            except BaseException:
-                # After an error on a GPU each kernel may raise it again.
-                with suppress(RuntimeError):
-                    self._means.put_back()  # otherwise buffers would differ between ranks
-                raise
-            finally:
-                failed = None  # the frame would hold the error until a garbage collection
+                # Collective if counts are fractions, so before any error of a later microbatch.
+                self.loss_weights.totals()
+                yield
+            except Exception as error:
+                if has_lost_peer(error):
+                    raise
+                self._failed = error  # raised later, because the other ranks wait
 
     def _begin(self) -> None:
-        """Create the sums of the step."""
         if self.loss_weights.dropped_samples:
-            self._refusal = self._refusal or ValueError(
+            self._failed = self._failed or ValueError(
                 "under 'exact' `collate_fn` must keep all samples, but left some out: pass `count`"
             )
-        module = self._sums.module
-        self._sums.train({n: p for n, p in module.named_parameters() if p.requires_grad})
+        self._trained = _trained_of(self.module)
+        if self.size > 1:
+            self.layer._renew_if_changed(self._trained)
         counting = (one.number for one in self.loss_weights.microbatches if one.count)
         self._first = min(counting, default=_NONE)
         self._layout = TreeLayout(len(self.batch.counts))
-        self._means = BufferMeans(module, self._layout, self._first)
-        self._sums.begin_step(self._layout, self._may_send)
+        self._gradients = TreeGradients(self.module, self._trained, self._layout)
+        self._means = BufferMeans(self.module, self._layout, self._first)
+
+    @contextmanager
+    def microbatch(self, microbatch: Microbatch) -> Iterator[None]:
+        """Seed Python's and NumPy's generators too, and collect gradients."""
+        if self._failed is not None:
+            raise self._failed
+        is_last = microbatch is self.loss_weights.microbatches[-1]
+        counts = microbatch.count > 0
+        seed_generators(microbatch_seed(self.batch, microbatch.number), default_generators()[:-1])
+        if is_last and self.size > 1:
+            self._gradients.begin_last(counts=counts)
+            yield
+        else:
+            with super().microbatch(microbatch) if self.size > 1 else nullcontext():
+                yield
+            self._gradients.keep(microbatch.number, counts=counts)
+        self._means.put_back()
+
+    def end_forward(self, microbatch: Microbatch) -> None:
+        self._means.add(microbatch, self.metrics.last())
+        super().end_forward(microbatch)
 
     def check_buffers(self) -> None:
         """Raise for a buffer that a forward has changed, in a single process too."""
@@ -115,88 +135,122 @@ class ExactStep(Step):
 
     def send(self) -> None:
         """Start the comparison of all ranks, before the last backward."""
-        self._ask(failed=False)
+        if [*map(id, _trained_of(self.module))] != [*map(id, self._trained)]:
+            msg = "what is trained must not change in a step of 'exact', but a parameter was frozen "
+            msg += "or unfrozen: call requires_grad_() before backward"
+            raise RuntimeError(msg)
+        if self.size > 1:
+            self._compare(failed=False)
 
-    def _ask(self, *, failed: bool) -> None:
+    def _compare(self, *, failed: bool) -> None:
         # After an error on a GPU each kernel may raise it again.
         facts = 0 if failed else self._key(), failed, self._first
         self._vote = CheckedCollective("backward", dict, str).start_min_max(facts)
 
-    def _outcome(self) -> _Agreement:
+    def _agreement(self) -> _Agreement:
         """Return the result of the comparison; waits for it once."""
         if self._vote is not None:
-            vote, self._vote, self._answer = self._vote, None, _Agreement()  # also if it raises
-            (key, other_key), (_, failed), (first, _) = vote()
-            self._answer = _Agreement(key == other_key, bool(failed), first)
-        return self._answer or _Agreement()
+            vote, self._vote = self._vote, None
+            try:
+                (key, other_key), (_, failed), (first, _) = vote()
+                self._outcome = _Agreement(key == other_key, bool(failed), first)
+            except Exception as error:  # noqa: BLE001  # raised below, in each call
+                self._outcome = error
+        if isinstance(self._outcome, _Agreement):
+            return self._outcome
+        raise self._outcome or _failed_elsewhere()
 
-    def _may_send(self) -> bool:
-        """Whether ranks agree, because gloo ends a process that receives unexpected data."""
-        outcome = self._outcome()
-        return outcome.is_same and not outcome.has_failed
+    def reduce(self, bucket: GradBucket) -> Future[Tensor]:
+        """Start the sum of a bucket; DDP's communication hook calls it."""
+        agreement = self._agreement()
+        if agreement.has_failed or not agreement.is_same:
+            raise _failed_elsewhere()
+        tail = self._tail(bucket.buffer()) if bucket.is_last() else None
+        return self._gradients.reduce(bucket, tail)
 
-    @contextmanager
-    def microbatch(self, microbatch: Microbatch) -> Iterator[None]:
-        """Seed Python's and NumPy's generators too, and collect gradients and buffers."""
-        if self._refusal is not None:
-            raise self._refusal
-        self._sums.begin(microbatch, last=microbatch is self.loss_weights.microbatches[-1])
-        seed_generators(microbatch_seed(self.batch, microbatch.number), default_generators()[:-1])
-        yield
-        self.check_buffers()
-        self._sums.end()
-        self._means.add(microbatch, self.metrics.last())
+    def _tail(self, buffer: Tensor) -> Tensor | None:
+        """Return the flags and rows of this rank, to send behind the last bucket.
 
-    def _conclude(self, failed: Exception | None) -> None:
-        """Finish the sums over all ranks, and set the results, or raise. Collective."""
-        if self._answer is None and self._vote is None:
-            self._ask(failed=True)
-        first = self._require_agreement(failed).first
+        None on all ranks if a separate collective is faster.
+        """
+        flags, rows = self._flags_and_rows()
+        how = self._layout
+        words = reducer.to_words(rows[: how.local_count], len(how.spans), how.first)
+        is_small = len(buffer) <= reducer.SMALL and len(words) <= _MOST and buffer.is_cpu
+        # In an all-to-all, ranks without a subtree send nothing.
+        if not is_small or not (how.is_plain or min(how.counts) > 0):
+            return None
+        self._num_words = len(words)
+        return torch.cat([flags, words])
+
+    def _flags_and_rows(self) -> tuple[Tensor, Tensor]:
+        """Return flags, whether this rank failed or used each parameter, and its rows of means."""
+        flags = [self._failed is not None, *self._gradients.used()]
+        first = self._agreement().first if self.size > 1 else self._first
         rows = self._means.rows(len(self.metrics.last()), first)
-        flags = [failed is not None, *self._sums.used()]
-        payload = Payload(self._layout, rows, flags)
-        if payload.fit():
-            self._sums.send_rest(payload.sent())
-            flags, sums = payload.received(self._sums.finish())
+        return torch.tensor(flags, dtype=torch.float32, device="cpu"), rows
+
+    def _finish(self) -> None:
+        """Finish the sums over all ranks, or raise on every rank. Collective."""
+        if self.size > 1:
+            self._require_agreement()
+            self._gradients.complete()
+            super()._finish()
+        elif self._failed is not None:
+            raise self._failed
         else:
-            flags, sums = self._send_separately(rows, flags)
-        any_failed, *used = flags
+            self.metrics.raise_refused()
+        (any_failed, *self._used), self._sums = self._totals()
         if any_failed:
-            raise failed or _failed_elsewhere()
+            raise self._failed or _failed_elsewhere()
+
+    def _require_agreement(self) -> None:
+        """Raise on every rank if a rank has failed before its last backward, or ranks differ."""
+        if self._vote is None and self._outcome is None:
+            self._compare(failed=True)
+        agreement = self._agreement()
+        if agreement.has_failed:
+            raise self._failed or _failed_elsewhere()
+        if not agreement.is_same:
+            self.metrics.replica.raise_difference("backward", self._facts)
+
+    def _totals(self) -> tuple[list[bool], Tensor]:
+        """Return the flags and the sums of means of all ranks. Collective if they were not sent."""
+        if self._num_words:
+            sizes = 1 + len(self._trained), self._num_words
+            flags, words = self._gradients.received[: sum(sizes)].split(sizes)
+            rows = reducer.from_words(words, len(self._layout.spans))
+            return (flags > 0).tolist(), self._layout.total(rows)
+        flags, rows = self._flags_and_rows()
+        sums = TreeAllReduce(self._layout, rows)
+        if self.size > 1:
+            group, device = cpu_group_and_device(world())
+            flags = flags.to(device)
+            dist.all_reduce(flags, group=group)
+        sums.add()
+        return (flags > 0).tolist(), sums.result()
+
+    def _take_means(self) -> None:
+        """Set gradients, buffers and means."""
         total = self.loss_weights.global_total()
-        self.metrics.set_means(self._means.apply(sums, total), total)
+        self.metrics.set_means(self._means.apply(self._sums, total), total)
+        self._gradients.set_gradients(self._used)
         if self.size > 1:
             self.metrics.spoil(self.metrics.replica.differs_on_device(None))
-        self._sums.set_gradients(used)
+            # Here, where all ranks have succeeded, because it is collective.
+            self._rebuild_buckets()
 
-    def _send_separately(self, rows: Tensor, flags: list[bool]) -> tuple[list[bool], Tensor]:
-        """Return the flags and sums of all ranks, sent separately from gradients. Collective."""
-        self._sums.send_rest()
-        group, device = cpu_group_and_device(world())
-        of_any = torch.tensor(flags, dtype=torch.int32, device=device)
-        sums = TreeAllReduce(self._layout, rows)
-        wait = start_all_reduce(of_any, group) if self.size > 1 else lambda: of_any
-        self._sums.finish()
-        sums.add()
-        return (wait() > 0).tolist(), sums.result()
-
-    def _require_agreement(self, failed: Exception | None) -> _Agreement:
-        """Return the result of the comparison; raise on every rank if ranks differ."""
-        outcome = self._outcome()
-        if outcome.has_failed:
-            raise failed or _failed_elsewhere()
-        if self.size == 1:
-            self.metrics.raise_refused()
-        if not outcome.is_same:
-            self.metrics.replica.raise_difference("backward", self._facts)
-        return outcome
+    def _reset(self) -> None:
+        # After an error on a GPU each kernel may raise it again.
+        with suppress(RuntimeError):
+            self._means.put_back()  # otherwise buffers would differ between ranks
+        if self.size > 1:
+            super()._reset()
 
     def _key(self) -> int:
         """Return a hash of the step, its structure and the replica, which ranks compare."""
-        if self.size == 1:
-            return 0
         step, batch, metrics = self.metrics.step, self.batch, self.metrics.structure()
-        replica = self._sums.digest, self._means.digest, self.metrics.replica.text()
+        replica = self.layer._reduced.text, self._means.digest, self.metrics.replica.text()
         return zlib.crc32(repr((step, batch.counts, batch.runs, metrics, replica)).encode())
 
     def _facts(self) -> Facts:
@@ -205,49 +259,11 @@ class ExactStep(Step):
         return {**self.metrics.facts(), **facts, **self._means.facts()}
 
 
+def _trained_of(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in parameters_of(module) if parameter.requires_grad]
+
+
 def _failed_elsewhere() -> RuntimeError:
     # Marked as secondary, so that the log names the failed rank.
     text = "every rank must run its microbatches, but another one failed: see its error"
     return mark_secondary(RuntimeError(text))
-
-
-_MOST = 2**14  # elements: above this size a separate collective is faster
-_WORDS = 4  # a float64 has four 16-bit words, each of which a float32 represents exactly
-
-
-class Payload:
-    """A rank's flags and rows of means, sent in the last bucket of gradients.
-
-    Each row has a slot of 16-bit words, to which the other ranks add zeros, so no sum rounds.
-
-    Args:
-        layout: the layout of the step.
-        rows: the rows of this rank, float64 of shape (subtrees, width).
-        flags: flags of this rank, equally many on each rank.
-    """
-
-    def __init__(self, layout: TreeLayout, rows: Tensor, flags: list[bool]) -> None:
-        self._layout, self._rows, self._flags = layout, rows, flags
-        self._width = rows.shape[1]
-        self._length = len(flags) + len(layout.spans) * self._width * _WORDS
-
-    def fit(self) -> bool:
-        """Whether it is small, and every rank sends a bucket with it."""
-        how = self._layout
-        reaches = how.is_plain or min(how.counts) > 0
-        return how.size > 1 and reaches and self._rows.is_cpu and self._length <= _MOST
-
-    def sent(self) -> Tensor:
-        """Return this rank's payload, float32 of shape (length,), to be summed over ranks."""
-        how = self._layout
-        places = torch.zeros(len(how.spans), self._width, dtype=torch.float64)
-        places[how.first : how.first + how.local_count] = self._rows[: how.local_count]
-        flags = torch.tensor(self._flags, dtype=torch.float32)
-        return torch.cat([flags, places.view(torch.int16).flatten().float()])
-
-    def received(self, total: Tensor) -> tuple[list[bool], Tensor]:
-        """Return the flags set on any rank, and the tree sum of all rows, of shape (width,)."""
-        count = len(self._flags)
-        flags: list[bool] = (total[:count] > 0).tolist()
-        words = total[count : self._length].to(torch.int16)
-        return flags, self._layout.total(words.view(torch.float64).view(-1, self._width))

@@ -1,0 +1,166 @@
+"""The gradients of a step of "exact", summed in the fixed tree while the last backward runs.
+
+Does not support sparse gradients.
+"""
+
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import GradBucket
+from torch.futures import Future
+
+from pardata.model._torch_internals import name_of
+from pardata.strategies.exact._tree_all_reduce import IDENTITY, TreeAllReduce, TreeLayout, TreeStack
+
+# The gradient of each parameter that was used, in float32 or float64, complex ones as real.
+_Gradients: TypeAlias = dict[Tensor, Tensor]
+
+_AHEAD = 2  # buckets in flight before the first is summed, which bounds the memory of received rows
+
+
+class TreeGradients:
+    """The gradients of this rank's microbatches, and their sums over all ranks.
+
+    With several ranks, the gradients of the last microbatch are in DDP's buckets, and `reduce` is
+    called by DDP's communication hook. It adds earlier gradients in the bucket.
+
+    Args:
+        module: the module that is trained.
+        parameters: its trained parameters, in the same order on every rank.
+        layout: the layout of the step.
+
+    Attributes:
+        received: the sums over all ranks of the numbers behind the last bucket, padded.
+    """
+
+    received: Tensor
+
+    def __init__(
+        self, module: nn.Module, parameters: list[nn.Parameter], layout: TreeLayout
+    ) -> None:
+        self._module, self._params, self._layout = module, parameters, layout
+        self._stack = TreeStack[_Gradients](layout.count, _added)
+        self._last_counts = False
+        self._used, self._unused = set[Tensor](), set[Tensor]()  # before the last microbatch, in it
+        self._sent: list[tuple[TreeAllReduce, Tensor, Future[Tensor]]] = []
+
+    def keep(self, number: int, *, counts: bool) -> None:
+        """Move the gradients of a microbatch from ``.grad`` to the tree, if it counts."""
+        kept: _Gradients = {}
+        for parameter in self._params:
+            if (gradient := parameter.grad) is not None:
+                if gradient.layout != torch.strided:
+                    name = name_of(parameter, self._module.named_parameters())
+                    msg = f"gradients must be dense under 'exact', but `{name}`'s is not: pass "
+                    msg += "sparse=False"
+                    raise TypeError(msg)
+                kept[parameter] = _real(gradient.detach())
+                parameter.grad = None
+        if not counts:
+            kept.clear()
+        self._used |= kept.keys()
+        if number >= 0:  # not a placeholder
+            self._stack.push((number, number + 1), kept)
+
+    def begin_last(self, *, counts: bool) -> None:
+        """Begin the last microbatch, whose gradients `reduce` gets."""
+        self._last_counts = counts
+
+    def complete(self) -> None:
+        """Run a backward for the parameters that the last microbatch has not used."""
+        self._unused = {parameter for parameter in self._params if parameter.grad is None}
+        if unused := list(self._unused):
+            torch.autograd.backward(unused, [torch.full_like(p, IDENTITY) for p in unused])
+
+    def used(self) -> list[bool]:
+        """Return for each parameter whether a microbatch of this rank that counts has used it."""
+        in_last = set(self._params) - self._unused if self._last_counts else set()
+        return [p in self._used or p in in_last for p in self._params]
+
+    def reduce(self, bucket: GradBucket, tail: Tensor | None) -> Future[Tensor]:
+        """Start the sum of a bucket, and of the numbers `tail` behind it. Collective."""
+        buffer = bucket.buffer()
+        if not self._last_counts:
+            buffer.fill_(IDENTITY)
+        pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
+        sums: _Gradients = {parameter: _real(gradient) for parameter, gradient in pairs}
+        # Removed, so that their memory is free as soon as they are added.
+        earlier = [_popped(kept or {}, sums) for _, kept in self._stack.subtrees]
+        apart = max(self._layout.local_count - 1, 0)
+        for kept in reversed(earlier[apart:]):  # the last microbatch completes these subtrees
+            _added(kept, sums)
+        rows = self._rows(_flat(buffer), [*earlier[:apart], sums], tail)
+        done = Future[Tensor](devices=None if buffer.is_cpu else [buffer.device])
+        self._sent.append((TreeAllReduce(self._layout, rows), buffer, done))
+        if bucket.is_last():
+            self._finish()
+        elif len(self._sent) > _AHEAD:
+            self._sent[-1 - _AHEAD][0].add()
+        return done
+
+    def _rows(self, flat: Tensor, subtrees: list[_Gradients], tail: Tensor | None) -> Tensor:
+        """Return the sums of this rank's subtrees, as `TreeLayout.rows`; the last is in `flat`."""
+        views = subtrees[-1]
+        dtype, count = next(iter(views.values())).dtype, len(flat)
+        fits = tail is None and dtype == flat.dtype and not count % self._layout.size
+        if fits and len(subtrees) == 1:
+            return flat.view(1, -1)
+        behind = count + (0 if tail is None else len(tail))
+        rows = self._layout.rows(behind, dtype, flat.device)
+        # A failed rank has other subtrees, but no rank uses the result then.
+        for row, sums in zip(rows, subtrees, strict=False):
+            if len(sums) < len(views):
+                row.fill_(IDENTITY)
+            parts = zip(row[:count].split([v.numel() for v in views.values()]), views, strict=True)
+            into = {p: part.as_strided(views[p].shape, views[p].stride()) for part, p in parts}
+            torch._foreach_copy_([into[p] for p in sums], list(sums.values()))  # as optimizers do
+        rows[:, count:] = IDENTITY
+        if tail is not None:
+            rows[0, count:behind] = tail
+        return rows
+
+    def _finish(self) -> None:
+        """Finish the sums of all buckets, which DDP then copies to ``.grad``."""
+        for tree, _, _ in self._sent[-_AHEAD:]:
+            tree.add()
+        for tree, buffer, done in self._sent:
+            sums, count = tree.result(), _flat(buffer).numel()
+            self.received = sums[count:]
+            sums = sums[:count].view(-1, 2) if buffer.is_complex() else sums[:count]
+            done.set_result(_cast(sums, buffer.dtype))
+        self._sent.clear()
+
+    def set_gradients(self, used: list[bool]) -> None:
+        """Set ``.grad`` to the sums, in a single process; to None where no rank has used it."""
+        sums = self._stack.total() if self._layout.size == 1 else {}
+        for parameter, gradient in sums.items():
+            parameter.grad = _cast(gradient, parameter.dtype)
+        for parameter, is_used in zip(self._params, used, strict=True):
+            if not is_used:
+                parameter.grad = None
+
+
+def _real(gradient: Tensor) -> Tensor:
+    real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+    return real if real.dtype == torch.float64 else real.float()
+
+
+def _flat(buffer: Tensor) -> Tensor:
+    return torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
+
+
+def _cast(sums: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return sums in the dtype of their parameters, from those of `_real`."""
+    return (torch.view_as_complex(sums) if dtype.is_complex else sums).to(dtype)
+
+
+def _popped(gradients: _Gradients, wanted: _Gradients) -> _Gradients:
+    return {parameter: gradients.pop(parameter) for parameter in wanted if parameter in gradients}
+
+
+def _added(left: _Gradients, right: _Gradients) -> _Gradients:
+    """Return the sums, in the memory of `right`."""
+    if both := [parameter for parameter in right if parameter in left]:
+        torch._foreach_add_([right[p] for p in both], [left[p] for p in both])  # as optimizers do
+    return {**left, **right}

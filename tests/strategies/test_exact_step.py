@@ -26,7 +26,6 @@ from torch.utils.data import TensorDataset
 
 import pardata
 from pardata import backward, fingerprint, unwrap, world, wrap_model
-from pardata.strategies.exact import _bucket
 from pardata.strategies.exact import _tree_all_reduce as tree
 
 REENTRANT = functools.partial(checkpoint, use_reentrant=True)
@@ -297,26 +296,27 @@ def in_two_steps(make, loss_fn=loss_fn):
     return one_step(model, loss_fn), one_step(model, loss_fn)
 
 
+SMALL = {"bucket_cap_mb": 80 / 2**20}  # 20 numbers in float32
+
+
 def small_buckets():
     """Buckets of 20 numbers: some are complete before the last gradient of a parameter comes."""
 
-    def found():
+    def found(**options):
         kinds = Net, Sparing
-        told = [in_two_steps(lambda kind=kind: seeded(kind)) for kind in kinds]
-        return [*told, in_two_steps(lambda: seeded(Layouts), mean_output)]
+        told = [in_two_steps(lambda kind=kind: seeded(kind, **options)) for kind in kinds]
+        return [*told, in_two_steps(lambda: seeded(Layouts, **options), mean_output)]
 
     expected = found()
-    with patch.object(_bucket, "_MOST", 20):
-        assert found() == expected
+    assert found(**SMALL) == expected
     return expected
 
 
 def few_microbatches():
     """Two in each step: a rank that has none sends its buckets later than the others do."""
-    with patch.object(_bucket, "_MOST", 20):
-        model = seeded(smooth)
-        for batch in loader_of(TensorDataset(*rows_of(24)), 8, microbatch_size=4):
-            pardata.backward(model, loss_fn, batch)
+    model = seeded(smooth, **SMALL)
+    for batch in loader_of(TensorDataset(*rows_of(24)), 8, microbatch_size=4):
+        pardata.backward(model, loss_fn, batch)
     return [bits(parameter.grad) for parameter in model.parameters()]
 
 
@@ -546,13 +546,12 @@ def failing_while_others_could_send():
             raise OSError("no such file")
         return loss_fn(model, batch)
 
-    model = seeded(smooth)
-    with patch.object(_bucket, "_MOST", 28):
-        told = one_step(model)  # in which it is seen that no parameter gets several gradients
-        with refused("" if world().rank == world().size - 1 else "another one failed"):
-            one_step(model, failing)
-        model.zero_grad()
-        assert one_step(model) == told
+    model = seeded(smooth, **SMALL)
+    told = one_step(model)  # after which there are several buckets
+    with refused("" if world().rank == world().size - 1 else "another one failed"):
+        one_step(model, failing)
+    model.zero_grad()
+    assert one_step(model) == told
     return told
 
 

@@ -189,8 +189,8 @@ class DdpStep(DistributedStep):
             self.layer._has_rebuilt_buckets = True
 
     def _reset(self) -> None:
-        """Reset DDP after an error, perhaps on this rank only."""
-        reducer.reset_reducer(self.layer)
+        """Reset DDP after an error, which every rank raises."""
+        reducer.renew_reducer(self.layer)
 
     def _finish(self) -> None:
         """Raise unless all gradients were reduced."""

@@ -92,33 +92,30 @@ def register_hook(model: Any, state: object, hook: Callable[..., Any]) -> None:
 
 
 def reset_reducer(model: Any) -> None:
-    """Reset DDP's reducer after a backward that failed, perhaps on this rank only.
+    """Reset DDP's reducer after a forward without a backward, perhaps on this rank only.
 
     PyTorch would then rebuild the buckets, which is collective. So they stay as they are from now
     on.
     """
-    if (payload := vars(model).get("_payload")) is not None:
-        payload.numbers = None
     if model._has_rebuilt_buckets:
         model.__dict__["_stays_arranged"] = True
-    try:
-        model._check_reducer_finalized()
-    # Pending collectives still write to the buckets, so the next step needs new ones.
-    except RuntimeError:
-        reduced = getattr(model, "_reduced", None)  # PyTorch's class has none
-        renew_reducer(model, *([reduced.parameters, reduced.sparse] if reduced else []))
-    else:
-        model.reducer._reset_state()
+    model.reducer._reset_state()
 
 
-def renew_reducer(model: Any, *built: Any) -> None:
+def renew_reducer(model: Any, *, as_built: bool = True) -> None:
     """Give DDP a new reducer with new buckets, as unpickling does.
+
+    After an error, because pending collectives still write to the old buckets. On every rank,
+    because the new ones have another arrangement.
 
     Args:
         model: the model in DDP.
-        built: the parameters, and whether their gradients are sparse; by default those of now.
+        as_built: whether it reduces the same parameters, otherwise those that are trained now.
     """
-    built = built or model._build_params_for_reducer()
+    reduced = getattr(model, "_reduced", None) if as_built else None  # PyTorch's class has none
+    built = (reduced.parameters, reduced.sparse) if reduced else model._build_params_for_reducer()
+    model._has_rebuilt_buckets = False
+    model.__dict__.pop("_stays_arranged", None)
     frozen = [parameter for parameter in built[0] if not parameter.requires_grad]
     for parameter in frozen:  # a reducer takes only trainable parameters
         parameter.requires_grad_(True)
@@ -168,7 +165,7 @@ def to_words(rows: Tensor, slots: int, first: int) -> Tensor:
 
     Other ranks add zeros there, so that no sum rounds, and infinity and NaN keep their bits.
     """
-    words = rows.reshape(len(rows), -1).view(torch.int16)
+    words = rows.flatten(1).view(torch.int16)
     places = torch.zeros(slots, words.shape[1], device=rows.device)
     places[first : first + len(words)] = words
     return places.view(-1)

@@ -105,7 +105,7 @@ class ExactDDP(ExactModel, TransparentDDP):
     def _renew_if_changed(self, trained: list[nn.Parameter]) -> None:
         """Give DDP new buckets if it was built for other parameters, or other layouts."""
         if not self._reduced.are(trained):
-            reducer.renew_reducer(self)
+            reducer.renew_reducer(self, as_built=False)
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         # Without PyTorch's context, in which dynamo splits the module, and changes its kernels.

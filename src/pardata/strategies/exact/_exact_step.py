@@ -195,6 +195,8 @@ class ExactStep(DdpStep):
         if self.size > 1:
             self._require_agreement()
             self._gradients.complete()
+            if self._gradients.received is None and self._failed is not None:
+                raise self._failed
             super()._finish()
         elif self._failed is not None:
             raise self._failed

@@ -3,6 +3,7 @@
 Does not support sparse gradients.
 """
 
+from collections.abc import Iterable
 from typing import TypeAlias
 
 import torch
@@ -31,10 +32,11 @@ class TreeGradients:
         layout: the layout of the step.
 
     Attributes:
-        received: the sums over all ranks of the numbers behind the last bucket, padded.
+        received: the sums over all ranks of the numbers behind the last bucket, padded; None until
+            all buckets are summed.
     """
 
-    received: Tensor
+    received: Tensor | None = None
 
     def __init__(
         self, module: nn.Module, parameters: list[nn.Parameter], layout: TreeLayout
@@ -55,7 +57,7 @@ class TreeGradients:
                     msg = f"gradients must be dense under 'exact', but `{name}`'s is not: pass "
                     msg += "sparse=False"
                     raise TypeError(msg)
-                kept[parameter] = _real(gradient.detach())
+                kept[parameter] = _wide(_real(gradient.detach()))
                 parameter.grad = None
         if not counts:
             kept.clear()
@@ -80,41 +82,38 @@ class TreeGradients:
 
     def reduce(self, bucket: GradBucket, tail: Tensor | None) -> Future[Tensor]:
         """Start the sum of a bucket, and of the numbers `tail` behind it. Collective."""
-        buffer = bucket.buffer()
+        parameters, buffer = bucket.parameters(), bucket.buffer()
         if not self._last_counts:
             buffer.fill_(IDENTITY)
-        pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
-        sums: _Gradients = {parameter: _real(gradient) for parameter, gradient in pairs}
+        sums = _views(_wide(buffer), parameters)
         # Removed, so that their memory is free as soon as they are added.
         earlier = [_popped(kept or {}, sums) for _, kept in self._stack.subtrees]
         apart = max(self._layout.local_count - 1, 0)
         for kept in reversed(earlier[apart:]):  # the last microbatch completes these subtrees
             _added(kept, sums)
-        rows = self._rows(_flat(buffer), [*earlier[:apart], sums], tail)
+        rows = self._rows(buffer, [*earlier[:apart], sums], tail)
         done = Future[Tensor](devices=None if buffer.is_cpu else [buffer.device])
         self._sent.append((TreeAllReduce(self._layout, rows), buffer, done))
+        if len(self._sent) > _AHEAD:
+            self._sent[-1 - _AHEAD][0].add()
         if bucket.is_last():
             self._finish()
-        elif len(self._sent) > _AHEAD:
-            self._sent[-1 - _AHEAD][0].add()
         return done
 
-    def _rows(self, flat: Tensor, subtrees: list[_Gradients], tail: Tensor | None) -> Tensor:
-        """Return the sums of this rank's subtrees, as `TreeLayout.rows`; the last is in `flat`."""
-        views = subtrees[-1]
-        dtype, count = next(iter(views.values())).dtype, len(flat)
-        fits = tail is None and dtype == flat.dtype and not count % self._layout.size
-        if fits and len(subtrees) == 1:
+    def _rows(self, buffer: Tensor, subtrees: list[_Gradients], tail: Tensor | None) -> Tensor:
+        """Return the sums of this rank's subtrees, as `TreeLayout.rows`; the last is in `buffer`."""
+        flat, count = _wide(buffer), len(buffer)
+        if tail is None and flat is buffer and len(subtrees) == 1 and not count % self._layout.size:
             return flat.view(1, -1)
         behind = count + (0 if tail is None else len(tail))
-        rows = self._layout.rows(behind, dtype, flat.device)
+        rows = self._layout.rows(behind, flat.dtype, flat.device)
         # A failed rank has other subtrees, but no rank uses the result then.
         for row, sums in zip(rows, subtrees, strict=False):
-            if len(sums) < len(views):
+            if len(sums) < len(subtrees[-1]):
                 row.fill_(IDENTITY)
-            parts = zip(row[:count].split([v.numel() for v in views.values()]), views, strict=True)
-            into = {p: part.as_strided(views[p].shape, views[p].stride()) for part, p in parts}
-            torch._foreach_copy_([into[p] for p in sums], list(sums.values()))  # as optimizers do
+            into = _views(row, [*subtrees[-1]])
+            if sums:
+                torch._foreach_copy_([into[p] for p in sums], list(sums.values()))  # as optimizers do
         rows[:, count:] = IDENTITY
         if tail is not None:
             rows[0, count:behind] = tail
@@ -125,34 +124,41 @@ class TreeGradients:
         for tree, _, _ in self._sent[-_AHEAD:]:
             tree.add()
         for tree, buffer, done in self._sent:
-            sums, count = tree.result(), _flat(buffer).numel()
-            self.received = sums[count:]
-            sums = sums[:count].view(-1, 2) if buffer.is_complex() else sums[:count]
-            done.set_result(_cast(sums, buffer.dtype))
+            sums = tree.result()
+            self.received = sums[len(buffer) :]
+            done.set_result(sums[: len(buffer)].to(buffer.dtype))
         self._sent.clear()
 
     def set_gradients(self, used: list[bool]) -> None:
         """Set ``.grad`` to the sums, in a single process; to None where no rank has used it."""
         sums = self._stack.total() if self._layout.size == 1 else {}
         for parameter, gradient in sums.items():
-            parameter.grad = _cast(gradient, parameter.dtype)
+            real = torch.view_as_complex(gradient) if parameter.is_complex() else gradient
+            parameter.grad = real.to(parameter.dtype)
         for parameter, is_used in zip(self._params, used, strict=True):
             if not is_used:
                 parameter.grad = None
 
 
-def _real(gradient: Tensor) -> Tensor:
-    real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-    return real if real.dtype == torch.float64 else real.float()
+def _wide(numbers: Tensor) -> Tensor:
+    return numbers if numbers.dtype == torch.float64 else numbers.float()
 
 
-def _flat(buffer: Tensor) -> Tensor:
-    return torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
+def _real(numbers: Tensor) -> Tensor:
+    return torch.view_as_real(numbers) if numbers.is_complex() else numbers
 
 
-def _cast(sums: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return sums in the dtype of their parameters, from those of `_real`."""
-    return (torch.view_as_complex(sums) if dtype.is_complex else sums).to(dtype)
+def _views(flat: Tensor, parameters: Iterable[Tensor]) -> _Gradients:
+    """Return the part of each parameter in a bucket, in the layout of the parameter."""
+    views: _Gradients = {}
+    end = 0
+    for parameter in parameters:
+        # As in DDP: dense, although the parameter may not be.
+        dense = parameter if parameter.is_contiguous() else torch.empty_like(parameter, device="meta")
+        real = _real(dense)
+        views[parameter] = flat.as_strided(real.shape, real.stride(), flat.storage_offset() + end)
+        end += real.numel()
+    return views
 
 
 def _popped(gradients: _Gradients, wanted: _Gradients) -> _Gradients:

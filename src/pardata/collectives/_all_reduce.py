@@ -4,6 +4,8 @@ Does not carry gradients, and needs the same structure on every rank.
 """
 
 import math
+from collections.abc import Iterable
+from itertools import repeat
 from numbers import Integral, Real
 from typing import Any, TypeAlias, TypeVar, overload
 
@@ -158,6 +160,19 @@ def unflatten_like(flat: Tensor, leaves: list[Leaf]) -> list[Tensor]:
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
+def weighted_numbers(leaves: Iterable[Leaf], weights: Iterable[float]) -> list[float] | None:
+    """Return each leaf times its weight; None if one has dimensions, or is on an accelerator."""
+    numbers = list[float]()
+    for leaf, weight in zip(leaves, weights, strict=False):
+        if isinstance(leaf, Tensor):
+            if leaf.ndim or not leaf.is_cpu:
+                return None
+            leaf = leaf.item()  # not `float`, which warns if it requires a gradient
+        # 0 * NaN is NaN, so values with weight 0 are not multiplied.
+        numbers.append(float(leaf) * weight if weight else 0.0)
+    return numbers
+
+
 def _flatten(checked: CheckedCollective, wire: Any, weight: float) -> _Values:
     """Return all leaves with the wire dtype `wire` in one vector, times `weight`."""
     parts, dtype, device = checked.leaves_with(wire), wire, checked.world.device
@@ -165,11 +180,8 @@ def _flatten(checked: CheckedCollective, wire: Any, weight: float) -> _Values:
         parts = [part.cpu() if isinstance(part, Tensor) else part for part in parts]
         for part in filter(_is_integer_kind, parts if checked.exact else []):
             _require_exact(part)
-        # 0 * NaN is NaN, so values with weight 0 are not multiplied.
-        if not any(getattr(part, "ndim", 0) for part in parts):
-            # Not `float` of a tensor, which warns if it requires a gradient.
-            numbers = [part.item() if isinstance(part, Tensor) else part for part in parts]
-            return [float(number) * weight if weight else 0.0 for number in numbers]
+        if (numbers := weighted_numbers(parts, repeat(weight))) is not None:
+            return numbers
         dtype, device = torch.float64, checked.device
     # With `dtype`, because a Python float would become float32 first.
     wide = [torch.as_tensor(part, dtype=dtype, device=device) for part in parts]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pardata._pytree import KeyPath, keystr, leaves_with_path, map_with_path
-from pardata.collectives._all_reduce import cast_like, shape_text, unflatten_like
+from pardata.collectives._all_reduce import cast_like, shape_text, unflatten_like, weighted_numbers
 from pardata.collectives._fingerprint import Leaf, fingerprint_slots, fingerprints_match, number_of
 from pardata.data._batch import iter_tensors, num_samples
 from pardata.environment._device import widest_float_dtype, without_wait
@@ -217,21 +217,22 @@ class StepMetrics:
 
         On a GPU it takes one copy, and one kernel for each leaf, because launches are slow.
         """
-        first = self._first()
+        weighted = [(v, [c] * self._weighted + [1] * len(v)) for v, c in seen if c]  # 0 * NaN is NaN
+        rows = [weighted_numbers(leaves, weights) for leaves, weights in weighted]
+        first, sums = self._first(), list(front)
+        near = rows if None not in rows and first[0].is_cpu else []
+        sums += map(sum, zip(*near, strict=True))
         numbers = sum(leaf.numel() if isinstance(leaf, Tensor) else 1 for leaf in first)
+        sums += [0.0] * (len(front) + max(numbers, _VALUES if front else 0) - len(sums))
         device, dtype = first[0].device, widest_float_dtype(first[0].device)
         if front and dtype != torch.float64:  # hashes need it
             device, dtype = torch.device("cpu"), torch.float64
-        host = torch.tensor(front, dtype=dtype, device="cpu")
-        host = nn.functional.pad(host, (0, max(numbers, _VALUES if front else 0)))
-        sums = without_wait(host, device)
-        for leaves, count in seen:
-            if count:  # 0 times NaN is NaN, so a count of 0 is left out
-                weights = [count] * self._weighted + [1] * len(leaves)
-                parts = unflatten_like(sums[len(front) :], leaves)
-                for part, leaf, weight in zip(parts, leaves, weights, strict=False):
-                    part.add_(_addend(leaf, sums), alpha=weight)
-        return sums
+        vector = without_wait(torch.tensor(sums, dtype=dtype, device="cpu"), device)
+        for leaves, weights in [] if near else weighted:
+            parts = unflatten_like(vector[len(front) :], leaves)
+            for part, leaf, weight in zip(parts, leaves, weights, strict=False):
+                part.add_(_addend(leaf, vector), alpha=weight)
+        return vector
 
     def structure(self) -> str:
         """Return a text of the metrics' structure, which differs on a rank with an error."""

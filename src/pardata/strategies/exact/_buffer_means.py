@@ -4,6 +4,7 @@ Does not support buffers that change their shape within a step.
 """
 
 import zlib
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,6 @@ class BufferMeans:
     Args:
         module: the module with the buffers, on whose device sums are computed.
         layout: the layout of the step.
-        first: the number of this rank's first microbatch that counts.
 
     Attributes:
         shapes: the shape of each buffer by name.
@@ -35,8 +35,8 @@ class BufferMeans:
             the host does not wait.
     """
 
-    def __init__(self, module: nn.Module, layout: TreeLayout, first: int) -> None:
-        self._module, self._layout, self._first = module, layout, first
+    def __init__(self, module: nn.Module, layout: TreeLayout) -> None:
+        self._module, self._layout = module, layout
         self._device = next(module.parameters()).device
         self._dtype = widest_float_dtype(self._device)
         start = real_buffers(module)
@@ -47,11 +47,10 @@ class BufferMeans:
         self._before = self._flat(start, self._real, self._dtype)
         self._counts = self._flat(start, self._counting, torch.int64)
         self._counted = torch.zeros_like(self._counts)  # the change by the first microbatch
-        values = [self._before, self._counts] if self._device.type == "cpu" else []
-        self.digest = zlib.crc32(
-            b"".join(map(bytes_of, values)), zlib.crc32(repr(self.shapes).encode())
-        )
+        values = [self._before, self._counts] if start and self._device.type == "cpu" else []
+        self.digest = zlib.crc32(b"".join(map(bytes_of, values)), zlib.crc32(str(self.shapes).encode()))
         self._stack = TreeStack[Tensor](layout.count, Tensor.add_)
+        self._sizes = [0, len(self._before), 4 * len(self._counts)]
 
     def facts(self) -> Facts:
         """Return the shapes and bits of the buffers at the start of the step, by name."""
@@ -62,46 +61,35 @@ class BufferMeans:
     def add(self, microbatch: Microbatch, values: Tensor) -> None:
         """Add a microbatch's changes of buffers, and the `values` of loss and metrics.
 
-        The values, a vector, are already multiplied by the count of the microbatch. Its backward
-        comes after this, so that activation checkpointing changes no buffer a second time.
+        The values, a vector, are already multiplied by the count of the microbatch. Called before
+        its backward, in which activation checkpointing would change buffers again.
         """
-        number, leaf = microbatch.number, None
-        if microbatch.count:  # a placeholder restores its buffers itself
-            changes = [changed * microbatch.count for changed in self._changes(number)]
-            leaf = torch.cat([values.to(self._device), *changes])
-        if number >= 0:  # not for a placeholder
-            self._stack.push((number, number + 1), leaf)
+        self._sizes[0] = values.numel()
+        leaf = values.to(self._device)
+        if self._start:
+            now = self._now()
+            if microbatch.number == 0:
+                self._counted = self._flat(now, self._counting, torch.int64) - self._counts
+            after = self._flat(now, self._real, self._dtype)
+            same = (after == self._before) | (after.isnan() & self._before.isnan())
+            change = (after - self._before).masked_fill_(same, IDENTITY)
+            leaf = torch.cat([leaf, change * microbatch.count])
+        if microbatch.number >= 0:  # not for a placeholder
+            span = microbatch.number, microbatch.number + 1
+            self._stack.push(span, leaf if microbatch.count else None)
 
-    def _changes(self, number: int) -> list[Tensor]:
-        """Return the changes of floating-point buffers by a microbatch."""
-        if not self._start:
-            return []
-        now = self._now()
-        after = self._flat(now, self._real, self._dtype)
-        same = (after == self._before) | (after.isnan() & self._before.isnan())
-        if number == self._first:
-            self._counted = self._flat(now, self._counting, torch.int64) - self._counts
-        return [(after - self._before).masked_fill_(same, IDENTITY)]
-
-    def rows(self, count: int, first: int) -> Tensor:
-        """Return this rank's subtree sums, of shape (max(1, subtrees), length).
-
-        Args:
-            count: how many numbers loss and metrics have.
-            first: the number of the first microbatch of the step that counts.
-        """
-        # As 16-bit words, which each dtype represents exactly. Only the rank with the first
-        # microbatch has some.
-        words = (self._counted * (first == self._first)).view(torch.int16).to(self._dtype)
-        size = count + len(self._before)
-        self._sizes = count, len(self._before), len(words)
+    def rows(self) -> Tensor:
+        """Return this rank's subtree sums, of shape (max(1, subtrees), length)."""
         rows = self._layout.rows(sum(self._sizes), self._dtype, self._device)
         rows.fill_(IDENTITY)
+        size = sum(self._sizes[:2])
         # A failed rank has other subtrees, but no rank uses the result then.
         for row, (_, subtree) in zip(rows, self._stack.subtrees, strict=False):
             if subtree is not None:
                 row[:size] = subtree
-        rows[0, size : size + len(words)] = words
+        # As 16-bit words, which each dtype represents exactly. Zeros on ranks but the first.
+        if self._counting:
+            rows[0, size : sum(self._sizes)] = self._counted.view(torch.int16)
         return rows
 
     def apply(self, sums: Tensor, total: float) -> Tensor:
@@ -111,23 +99,20 @@ class BufferMeans:
             sums: the tree sum of all ranks' rows, of shape (length,).
             total: the count of all microbatches of all ranks.
         """
-        parts: list[Tensor] = [*sums[: sum(self._sizes)].split(self._sizes)]
-        values, changes, words = parts
-        if not self._start:
-            return values
-        counts = self._counts + words.to(torch.int16).view(torch.int64)
-        now = self._now()
-        for names, flat in ((self._real, self._before + changes / total), (self._counting, counts)):
-            buffers = [now[name] for name in names]
-            parts = flat.split([buffer.numel() for buffer in buffers])
-            _set(buffers, [part.view(b.shape) for part, b in zip(parts, buffers, strict=True)])
+        values, changes, words = sums[: sum(self._sizes)].split(self._sizes)
+        if self._start:
+            now = self._now()
+            counts = self._counts + words.to(torch.int16).view(torch.int64)
+            _set_flat((now[name] for name in self._real), self._before + changes / total)
+            _set_flat((now[name] for name in self._counting), counts)
         return values
 
     def put_back(self) -> None:
         """Restore the values of buffers from the start of the step."""
         now = real_buffers(self._module) if self._start else {}
         same = [n for n, start in self._start.items() if n in now and now[n].shape == start.shape]
-        _set([now[name] for name in same], [self._start[name] for name in same])
+        if same:
+            torch._foreach_copy_([now[n] for n in same], [self._start[n] for n in same])
 
     def _now(self) -> dict[str, Tensor]:
         """Return the current buffers; raise if the shape of one has changed in this step."""
@@ -142,14 +127,17 @@ class BufferMeans:
         return now
 
     def _flat(self, buffers: dict[str, Tensor], names: list[str], dtype: torch.dtype) -> Tensor:
-        parts = [buffers[name].reshape(-1).to(self._device) for name in names]
-        parts = parts or [torch.empty(0, device=self._device)]
-        return torch.cat(parts).to(dtype)  # one conversion, and so one kernel, for all
+        if not names:
+            return torch.empty(0, dtype=dtype, device=self._device)
+        # One conversion, and so one kernel, for all.
+        return torch.cat([buffers[name].reshape(-1).to(self._device) for name in names]).to(dtype)
 
 
-def _set(buffers: list[Tensor], values: list[Tensor]) -> None:
-    if buffers:
-        torch._foreach_copy_(buffers, values)  # as optimizers do
+def _set_flat(buffers: Iterable[Tensor], values: Tensor) -> None:
+    """Set buffers to the parts of a vector, in few kernels."""
+    if held := list(buffers):
+        parts = values.split([buffer.numel() for buffer in held])
+        torch._foreach_copy_(held, [part.view(b.shape) for part, b in zip(parts, held, strict=True)])
 
 
 def _shapes(buffers: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:

@@ -3,8 +3,6 @@
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from typing import NamedTuple
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -29,22 +27,7 @@ from pardata.strategies.exact._tree_gradients import TreeGradients
 
 # ruff: noqa: SLF001  # the wrapper's own names are private, so as not to hide names of the module
 
-_NONE = 2**53  # stands for no microbatch
 _MOST = 2**14  # numbers that are sent behind a bucket: above this a separate collective is faster
-
-
-class _Agreement(NamedTuple):
-    """The result of the comparison of all ranks, before gradients are sent.
-
-    Attributes:
-        is_same: whether step, structure of metrics and replica are the same on all ranks.
-        has_failed: whether a rank has failed.
-        first: the number of the first microbatch of the step that counts.
-    """
-
-    is_same: bool
-    has_failed: bool
-    first: int
 
 
 class ExactStep(DdpStep):
@@ -56,7 +39,7 @@ class ExactStep(DdpStep):
     """
 
     _vote: WaitMinMax | None = None
-    _outcome: _Agreement | Exception | None = None
+    _outcome: str | Exception = ""  # of the comparison: "same", "other" or "failed"
     _num_words = 0  # of means, which are sent behind the last bucket; 0 if separately
     _failed: Exception | None = None  # kept, until all ranks know of it
     grads_are_averaged, has_ordered_sums = False, True
@@ -98,11 +81,9 @@ class ExactStep(DdpStep):
         self._trained = _trained_of(self.module)
         if self.size > 1:
             self.layer._renew_if_changed(self._trained)
-        counting = (one.number for one in self.loss_weights.microbatches if one.count)
-        self._first = min(counting, default=_NONE)
         self._layout = TreeLayout(len(self.batch.counts))
         self._gradients = TreeGradients(self.module, self._trained, self._layout)
-        self._means = BufferMeans(self.module, self._layout, self._first)
+        self._means = BufferMeans(self.module, self._layout)
 
     @contextmanager
     def microbatch(self, microbatch: Microbatch) -> Iterator[None]:
@@ -144,26 +125,25 @@ class ExactStep(DdpStep):
 
     def _compare(self, *, failed: bool) -> None:
         # After an error on a GPU each kernel may raise it again.
-        facts = 0 if failed else self._key(), failed, self._first
+        facts = 0 if failed else self._key(), failed
         self._vote = CheckedCollective("backward", dict, str).start_min_max(facts)
 
-    def _agreement(self) -> _Agreement:
+    def _agreement(self) -> str:
         """Return the result of the comparison; waits for it once."""
         if self._vote is not None:
             vote, self._vote = self._vote, None
             try:
-                (key, other_key), (_, failed), (first, _) = vote()
-                self._outcome = _Agreement(key == other_key, bool(failed), first)
+                (key, other_key), (_, any_failed) = vote()
+                self._outcome = "failed" if any_failed else "same" if key == other_key else "other"
             except Exception as error:  # noqa: BLE001  # raised below, in each call
                 self._outcome = error
-        if isinstance(self._outcome, _Agreement):
-            return self._outcome
-        raise self._outcome or _failed_elsewhere()
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        return self._outcome
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
         """Start the sum of a bucket; DDP's communication hook calls it."""
-        agreement = self._agreement()
-        if agreement.has_failed or not agreement.is_same:
+        if self._agreement() != "same":
             raise _failed_elsewhere()
         tail = self._tail(bucket.buffer()) if bucket.is_last() else None
         return self._gradients.reduce(bucket, tail)
@@ -176,19 +156,17 @@ class ExactStep(DdpStep):
         flags, rows = self._flags_and_rows()
         how = self._layout
         words = reducer.to_words(rows[: how.local_count], len(how.spans), how.first)
-        is_small = len(buffer) <= reducer.SMALL and len(words) <= _MOST and buffer.is_cpu
+        is_small = buffer.numel() <= reducer.SMALL and words.numel() <= _MOST and buffer.is_cpu
         # In an all-to-all, ranks without a subtree send nothing.
         if not is_small or not (how.is_plain or min(how.counts) > 0):
             return None
-        self._num_words = len(words)
+        self._num_words = words.numel()
         return torch.cat([flags, words])
 
     def _flags_and_rows(self) -> tuple[Tensor, Tensor]:
         """Return flags, whether this rank failed or used each parameter, and its rows of means."""
         flags = [self._failed is not None, *self._gradients.used()]
-        first = self._agreement().first if self.size > 1 else self._first
-        rows = self._means.rows(len(self.metrics.last()), first)
-        return torch.tensor(flags, dtype=torch.float32, device="cpu"), rows
+        return torch.tensor(flags, dtype=torch.float32, device="cpu"), self._means.rows()
 
     def _finish(self) -> None:
         """Finish the sums over all ranks, or raise on every rank. Collective."""
@@ -208,12 +186,12 @@ class ExactStep(DdpStep):
 
     def _require_agreement(self) -> None:
         """Raise on every rank if a rank has failed before its last backward, or ranks differ."""
-        if self._vote is None and self._outcome is None:
+        if self._vote is None and not self._outcome:
             self._compare(failed=True)
-        agreement = self._agreement()
-        if agreement.has_failed:
+        outcome = self._agreement()
+        if outcome == "failed":
             raise self._failed or _failed_elsewhere()
-        if not agreement.is_same:
+        if outcome == "other":
             self.metrics.replica.raise_difference("backward", self._facts)
 
     def _totals(self) -> tuple[list[bool], Tensor]:

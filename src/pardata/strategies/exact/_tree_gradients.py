@@ -102,10 +102,10 @@ class TreeGradients:
 
     def _rows(self, buffer: Tensor, subtrees: list[_Gradients], tail: Tensor | None) -> Tensor:
         """Return the sums of this rank's subtrees, as `TreeLayout.rows`; the last is in `buffer`."""
-        flat, count = _wide(buffer), len(buffer)
+        flat, count = _wide(buffer), buffer.numel()
         if tail is None and flat is buffer and len(subtrees) == 1 and not count % self._layout.size:
             return flat.view(1, -1)
-        behind = count + (0 if tail is None else len(tail))
+        behind = count + (0 if tail is None else tail.numel())
         rows = self._layout.rows(behind, flat.dtype, flat.device)
         # A failed rank has other subtrees, but no rank uses the result then.
         for row, sums in zip(rows, subtrees, strict=False):
@@ -124,9 +124,9 @@ class TreeGradients:
         for tree, _, _ in self._sent[-_AHEAD:]:
             tree.add()
         for tree, buffer, done in self._sent:
-            sums = tree.result()
-            self.received = sums[len(buffer) :]
-            done.set_result(sums[: len(buffer)].to(buffer.dtype))
+            sums, count = tree.result(), buffer.numel()
+            self.received = sums[count:]
+            done.set_result(sums[:count].to(buffer.dtype))
         self._sent.clear()
 
     def set_gradients(self, used: list[bool]) -> None:

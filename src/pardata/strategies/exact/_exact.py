@@ -29,6 +29,9 @@ from pardata.strategies.exact._numerics import numerics_error, numerics_record
 
 # ruff: noqa: SLF001  # overridden methods of DDP with private names, and our own
 
+import os
+_LAZY = {"gradient_as_bucket_view": True, "lazy_bucket_allocation": True} if "LAZY" in os.environ else {}
+if "BATCH" in os.environ: _LAZY["batched_grad_copy"]=True
 _RECORD = "exact"  # the key of the record in the metadata of a state dict
 
 
@@ -95,7 +98,7 @@ class ExactDDP(ExactModel, TransparentDDP):
 
     def __init__(self, module: nn.Module, *, threads: int = 1, **options: Any) -> None:
         # PyTorch would broadcast complex weights, which gloo cannot.
-        super().__init__(module, init_sync=False, **options)
+        super().__init__(module, init_sync=False, **_LAZY, **options)
         self._threads = threads
 
     def _ddp_init_helper(self, *args: Any) -> None:

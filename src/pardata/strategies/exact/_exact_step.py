@@ -3,13 +3,13 @@
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import GradBucket
 from torch.futures import Future
 
-from pardata.collectives._fingerprint import CheckedCollective, WaitMinMax
 from pardata.data._microbatches import Microbatches
 from pardata.environment._world import cpu_group_and_device, world
 from pardata.model._torch_internals import parameters_of
@@ -23,7 +23,7 @@ from pardata.strategies._step import microbatch_seed
 from pardata.strategies.exact._buffer_means import BufferMeans
 from pardata.strategies.exact._numerics import numerics_error
 from pardata.strategies.exact._tree_all_reduce import TreeAllReduce, TreeLayout
-from pardata.strategies.exact._tree_gradients import TreeGradients
+from pardata.strategies.exact._tree_gradients import Bucket, TreeGradients
 
 # ruff: noqa: SLF001  # the wrapper's own names are private, so as not to hide names of the module
 
@@ -38,8 +38,8 @@ class ExactStep(DdpStep):
     and then all raise one. A single process has no DDP.
     """
 
-    _vote: WaitMinMax | None = None
-    _outcome: str | Exception = ""  # of the comparison: "same", "other" or "failed"
+    _hashes: tuple[Tensor, Any] | None = None  # the hash of this step, and its all-reduce
+    _agreed: bool | None = None  # the result of the comparison of all ranks
     _num_words = 0  # of means, which are sent behind the last bucket; 0 if separately
     _failed: Exception | None = None  # kept, until all ranks know of it
     grads_are_averaged, has_ordered_sums = False, True
@@ -68,6 +68,8 @@ class ExactStep(DdpStep):
                 # Collective if counts are fractions, so before any error of a later microbatch.
                 self.loss_weights.totals()
                 yield
+            except _NotAgreedError:
+                pass  # `_finish` raises the reason on every rank
             except Exception as error:
                 if has_lost_peer(error):
                     raise
@@ -84,6 +86,7 @@ class ExactStep(DdpStep):
         self._layout = TreeLayout(len(self.batch.counts))
         self._gradients = TreeGradients(self.module, self._trained, self._layout)
         self._means = BufferMeans(self.module, self._layout)
+        self._waiting: list[Bucket] = []
 
     @contextmanager
     def microbatch(self, microbatch: Microbatch) -> Iterator[None]:
@@ -121,32 +124,48 @@ class ExactStep(DdpStep):
             msg += "or unfrozen: call requires_grad_() before backward"
             raise RuntimeError(msg)
         if self.size > 1:
-            self._compare(failed=False)
+            self._compare()
 
-    def _compare(self, *, failed: bool) -> None:
+    def _compare(self) -> None:
+        """Start to compare the steps of all ranks: hashes are equal if W times one is their sum."""
         # After an error on a GPU each kernel may raise it again.
-        facts = 0 if failed else self._key(), failed
-        self._vote = CheckedCollective("backward", dict, str).start_min_max(facts)
+        key = f"rank {world().rank} has failed" if self._failed else self._key()
+        self._hash = zlib.crc32(key.encode())
+        group, device = cpu_group_and_device(world())
+        number = torch.tensor(self._hash, dtype=torch.float64, device=device)
+        self._hashes = number, dist.all_reduce(number, group=group, async_op=True)
 
-    def _agreement(self) -> str:
-        """Return the result of the comparison; waits for it once."""
-        if self._vote is not None:
-            vote, self._vote = self._vote, None
-            try:
-                (key, other_key), (_, any_failed) = vote()
-                self._outcome = "failed" if any_failed else "same" if key == other_key else "other"
-            except Exception as error:  # noqa: BLE001  # raised below, in each call
-                self._outcome = error
-        if isinstance(self._outcome, Exception):
-            raise self._outcome
-        return self._outcome
+    def _is_compared(self) -> bool:
+        """Return whether ranks can be compared without a wait."""
+        return self._hashes is not None and self._hashes[1].is_completed()
+
+    def _agree(self) -> bool:
+        """Return whether all ranks run the same step, and none has failed. Waits."""
+        if self._agreed is None and self._hashes is not None:
+            number, work = self._hashes
+            work.wait()
+            self._agreed = number.item() == self.size * self._hash
+        return bool(self._agreed)
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
-        """Start the sum of a bucket; DDP's communication hook calls it."""
-        if self._agreement() != "same":
-            raise _failed_elsewhere()
-        tail = self._tail(bucket.buffer()) if bucket.is_last() else None
-        return self._gradients.reduce(bucket, tail)
+        """Start the sum of a bucket, or keep it until ranks are compared.
+
+        DDP's communication hook calls it.
+        """
+        buffer = bucket.buffer()
+        done = Future[Tensor](devices=None if buffer.is_cpu else [buffer.device])
+        self._waiting.append(Bucket(bucket.parameters(), buffer, done))
+        if not bucket.is_last() and not self._is_compared():
+            return done
+        if not self._agree():
+            raise _NotAgreedError
+        waiting, self._waiting = self._waiting, []
+        tail = self._tail(buffer) if bucket.is_last() else None
+        for one in waiting:
+            self._gradients.send(one, tail if one.done is done else None)
+        if bucket.is_last():
+            self._gradients.finish()
+        return done
 
     def _tail(self, buffer: Tensor) -> Tensor | None:
         """Return the flags and rows of this rank, to send behind the last bucket.
@@ -186,12 +205,9 @@ class ExactStep(DdpStep):
 
     def _require_agreement(self) -> None:
         """Raise on every rank if a rank has failed before its last backward, or ranks differ."""
-        if self._vote is None and not self._outcome:
-            self._compare(failed=True)
-        outcome = self._agreement()
-        if outcome == "failed":
-            raise self._failed or _failed_elsewhere()
-        if outcome == "other":
+        if self._hashes is None:
+            self._compare()
+        if not self._agree():
             self.metrics.replica.raise_difference("backward", self._facts)
 
     def _totals(self) -> tuple[list[bool], Tensor]:
@@ -227,20 +243,26 @@ class ExactStep(DdpStep):
         if self.size > 1:
             super()._reset()
 
-    def _key(self) -> int:
-        """Return a hash of the step, its structure and the replica, which ranks compare."""
+    def _key(self) -> str:
+        """Return a text of the step, its structure and the replica, which ranks compare."""
         step, batch, metrics = self.metrics.step, self.batch, self.metrics.structure()
         replica = self.layer._reduced.text, self._means.digest, self.metrics.replica.text()
-        return zlib.crc32(repr((step, batch.counts, batch.runs, metrics, replica)).encode())
+        return repr((step, batch.counts, batch.runs, metrics, replica))
 
     def _facts(self) -> Facts:
-        """Return what `_key` is a hash of, except the state of the replica."""
+        """Return the facts of `_key`, except the state of the replica; raise a kept error."""
+        if self._failed is not None:
+            raise self._failed
         facts = {"microbatches": self.batch.counts, "earlier calls": self.batch.runs}
         return {**self.metrics.facts(), **facts, **self._means.facts()}
 
 
 def _trained_of(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in parameters_of(module) if parameter.requires_grad]
+
+
+class _NotAgreedError(Exception):
+    """Ends a backward, because ranks differ or one has failed."""
 
 
 def _failed_elsewhere() -> RuntimeError:

@@ -4,11 +4,10 @@ Does not support sparse gradients.
 """
 
 from collections.abc import Iterable
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import GradBucket
 from torch.futures import Future
 
 from pardata.model._torch_internals import name_of
@@ -20,11 +19,19 @@ _Gradients: TypeAlias = dict[Tensor, Tensor]
 _AHEAD = 2  # buckets in flight before the first is summed, which bounds the memory of received rows
 
 
+class Bucket(NamedTuple):
+    """A bucket of DDP: the gradients of its parameters, and where their sums are awaited."""
+
+    parameters: list[Tensor]
+    buffer: Tensor
+    done: Future[Tensor]
+
+
 class TreeGradients:
     """The gradients of this rank's microbatches, and their sums over all ranks.
 
-    With several ranks, the gradients of the last microbatch are in DDP's buckets, and `reduce` is
-    called by DDP's communication hook. It adds earlier gradients in the bucket.
+    With several ranks, the gradients of the last microbatch are in DDP's buckets. `send` adds the
+    earlier ones in the bucket.
 
     Args:
         module: the module that is trained.
@@ -45,7 +52,7 @@ class TreeGradients:
         self._stack = TreeStack[_Gradients](layout.count, _added)
         self._last_counts = False
         self._used, self._unused = set[Tensor](), set[Tensor]()  # before the last microbatch, in it
-        self._sent: list[tuple[TreeAllReduce, Tensor, Future[Tensor]]] = []
+        self._sent: list[tuple[TreeAllReduce, Bucket]] = []
 
     def keep(self, number: int, *, counts: bool) -> None:
         """Move the gradients of a microbatch from ``.grad`` to the tree, if it counts."""
@@ -66,7 +73,7 @@ class TreeGradients:
             self._stack.push((number, number + 1), kept)
 
     def begin_last(self, *, counts: bool) -> None:
-        """Begin the last microbatch, whose gradients `reduce` gets."""
+        """Begin the last microbatch, whose gradients `send` gets."""
         self._last_counts = counts
 
     def complete(self) -> None:
@@ -80,25 +87,20 @@ class TreeGradients:
         in_last = set(self._params) - self._unused if self._last_counts else set()
         return [p in self._used or p in in_last for p in self._params]
 
-    def reduce(self, bucket: GradBucket, tail: Tensor | None) -> Future[Tensor]:
+    def send(self, bucket: Bucket, tail: Tensor | None) -> None:
         """Start the sum of a bucket, and of the numbers `tail` behind it. Collective."""
-        parameters, buffer = bucket.parameters(), bucket.buffer()
         if not self._last_counts:
-            buffer.fill_(IDENTITY)
-        sums = _views(_wide(buffer), parameters)
+            bucket.buffer.fill_(IDENTITY)
+        sums = _views(_wide(bucket.buffer), bucket.parameters)
         # Removed, so that their memory is free as soon as they are added.
         earlier = [_popped(kept or {}, sums) for _, kept in self._stack.subtrees]
         apart = max(self._layout.local_count - 1, 0)
         for kept in reversed(earlier[apart:]):  # the last microbatch completes these subtrees
             _added(kept, sums)
-        rows = self._rows(buffer, [*earlier[:apart], sums], tail)
-        done = Future[Tensor](devices=None if buffer.is_cpu else [buffer.device])
-        self._sent.append((TreeAllReduce(self._layout, rows), buffer, done))
+        rows = self._rows(bucket.buffer, [*earlier[:apart], sums], tail)
+        self._sent.append((TreeAllReduce(self._layout, rows), bucket))
         if len(self._sent) > _AHEAD:
             self._sent[-1 - _AHEAD][0].add()
-        if bucket.is_last():
-            self._finish()
-        return done
 
     def _rows(self, buffer: Tensor, subtrees: list[_Gradients], tail: Tensor | None) -> Tensor:
         """Return the sums of this rank's subtrees, as `TreeLayout.rows`; the last is in `buffer`."""
@@ -119,11 +121,11 @@ class TreeGradients:
             rows[0, count:behind] = tail
         return rows
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
         """Finish the sums of all buckets, which DDP then copies to ``.grad``."""
-        for tree, _, _ in self._sent[-_AHEAD:]:
+        for tree, _ in self._sent[-_AHEAD:]:
             tree.add()
-        for tree, buffer, done in self._sent:
+        for tree, (_, buffer, done) in self._sent:
             sums, count = tree.result(), buffer.numel()
             self.received = sums[count:]
             done.set_result(sums[:count].to(buffer.dtype))

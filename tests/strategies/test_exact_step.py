@@ -512,13 +512,9 @@ def kept_by_reference():
 
 
 def sparse():
-    with refused(
-        "TypeError: gradients must be dense under 'exact', but `weight`'s is not: pass sparse=False"
-    ):
-        one_step(
-            seeded(functools.partial(nn.Embedding, 9, 3, sparse=True)),
-            lambda model, batch: model((batch[0] > 0).long()).mean(),
-        )
+    text = "ValueError: gradients must be dense under 'exact', but `model` has sparse=True: leave it"
+    with refused(text):
+        seeded(functools.partial(nn.Embedding, 9, 3, sparse=True))
 
 
 CHANGES = {
@@ -548,7 +544,7 @@ def failing_while_others_could_send():
 
     model = seeded(smooth, **SMALL)
     told = one_step(model)  # after which there are several buckets
-    with refused("" if world().rank == world().size - 1 else "another one failed"):
+    with refused("" if world().rank == world().size - 1 else "failed in `backward`: OSError"):
         one_step(model, failing)
     model.zero_grad()
     assert one_step(model) == told
@@ -578,9 +574,8 @@ def failing_on_one_rank():
         return torch.zeros((), requires_grad=True) if is_last else loss_fn(model, batch)
 
     before = fingerprint(model)
-    others = "RuntimeError: every rank must run its microbatches, but another one failed: see"
     for wrong in (in_loss, after_some, no_loss, no_gradient, without_model):
-        with refused("" if is_last else others):
+        with refused("" if is_last else f"rank {world().size - 1} failed in `backward`: "):
             one_step(model, wrong)
         assert fingerprint(model) == before
         assert all(p.grad is None for p in model.parameters())

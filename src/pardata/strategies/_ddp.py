@@ -156,7 +156,8 @@ class DdpStep(DistributedStep):
 
     @contextmanager
     def synchronized(self) -> Iterator[None]:
-        shares_memory = getattr(self.layer, "gradient_as_bucket_view", False)
+        views = getattr(self.layer, "gradient_as_bucket_view", False)
+        shares_memory = views and not getattr(self.layer, "lazy_bucket_allocation", False)
         aside = StashedGradients(parameters_of(self.module), shares_memory=shares_memory)
         with aside, active_step(self):
             self._begin()

@@ -29,9 +29,10 @@ from pardata.strategies.exact._numerics import numerics_error, numerics_record
 
 # ruff: noqa: SLF001  # overridden methods of DDP with private names, and our own
 
-import os
-_LAZY = {"gradient_as_bucket_view": True, "lazy_bucket_allocation": True} if "LAZY" in os.environ else {}
-if "BATCH" in os.environ: _LAZY["batched_grad_copy"]=True
+# Each step gets new buckets, and ``.grad`` is a part of them. So gradients need not be copied back,
+# and those of earlier steps keep their values.
+_NEW_BUCKETS = {"gradient_as_bucket_view": True, "lazy_bucket_allocation": True}
+
 _RECORD = "exact"  # the key of the record in the metadata of a state dict
 
 
@@ -97,8 +98,9 @@ class ExactDDP(ExactModel, TransparentDDP):
     """The wrapper in several processes: a `DistributedDataParallel` with a communication hook."""
 
     def __init__(self, module: nn.Module, *, threads: int = 1, **options: Any) -> None:
+        new_buckets = _NEW_BUCKETS if torch.__version__ >= "2.15" else {}
         # PyTorch would broadcast complex weights, which gloo cannot.
-        super().__init__(module, init_sync=False, **_LAZY, **options)
+        super().__init__(module, init_sync=False, **new_buckets, **options)
         self._threads = threads
 
     def _ddp_init_helper(self, *args: Any) -> None:
@@ -148,6 +150,11 @@ class ExactStrategy(DdpStrategy):
         if settings.sync_batchnorm or sync_batch_norms(model):
             msg = "`sync_batchnorm` must be False under strategy 'exact': make the model without it"
             raise ValueError(msg)
+        for name, part in model.named_modules():
+            if getattr(part, "sparse", False):
+                msg = f"gradients must be dense under 'exact', but `{name or 'model'}` has "
+                msg += "sparse=True: leave it out"
+                raise ValueError(msg)
         check_int("threads", settings.options.get("threads", 1), least=1)
 
     def facts(self, model: nn.Module, settings: WrapOptions) -> Facts:

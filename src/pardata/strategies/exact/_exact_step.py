@@ -14,7 +14,7 @@ from pardata.data._microbatches import Microbatches
 from pardata.environment._world import cpu_group_and_device, world
 from pardata.model._torch_internals import parameters_of
 from pardata.rng._rng_state import ForkedRng, default_generators, seed_generators
-from pardata.store._rank_errors import has_lost_peer, mark_secondary
+from pardata.store._rank_errors import has_lost_peer
 from pardata.store._round import Facts
 from pardata.strategies import _ddp_reducer as reducer
 from pardata.strategies._ddp import DdpStep
@@ -84,7 +84,7 @@ class ExactStep(DdpStep):
         if self.size > 1:
             self.layer._renew_if_changed(self._trained)
         self._layout = TreeLayout(len(self.batch.counts))
-        self._gradients = TreeGradients(self.module, self._trained, self._layout)
+        self._gradients = TreeGradients(self._trained, self._layout)
         self._means = BufferMeans(self.module, self._layout)
         self._waiting: list[Bucket] = []
 
@@ -201,7 +201,7 @@ class ExactStep(DdpStep):
             self.metrics.raise_refused()
         (any_failed, *self._used), self._sums = self._totals()
         if any_failed:
-            raise self._failed or _failed_elsewhere()
+            self.metrics.replica.raise_difference("backward", self._facts)
 
     def _require_agreement(self) -> None:
         """Raise on every rank if a rank has failed before its last backward, or ranks differ."""
@@ -263,9 +263,3 @@ def _trained_of(module: nn.Module) -> list[nn.Parameter]:
 
 class _NotAgreedError(Exception):
     """Ends a backward, because ranks differ or one has failed."""
-
-
-def _failed_elsewhere() -> RuntimeError:
-    # Marked as secondary, so that the log names the failed rank.
-    text = "every rank must run its microbatches, but another one failed: see its error"
-    return mark_secondary(RuntimeError(text))

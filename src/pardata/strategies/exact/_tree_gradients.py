@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
-from pardata.model._torch_internals import name_of
 from pardata.strategies.exact._tree_all_reduce import IDENTITY, TreeAllReduce, TreeLayout, TreeStack
 
 # The gradient of each parameter that was used, in float32 or float64, complex ones as real.
@@ -34,8 +33,7 @@ class TreeGradients:
     earlier ones in the bucket.
 
     Args:
-        module: the module that is trained.
-        parameters: its trained parameters, in the same order on every rank.
+        parameters: the trained parameters, in the same order on every rank.
         layout: the layout of the step.
 
     Attributes:
@@ -45,10 +43,8 @@ class TreeGradients:
 
     received: Tensor | None = None
 
-    def __init__(
-        self, module: nn.Module, parameters: list[nn.Parameter], layout: TreeLayout
-    ) -> None:
-        self._module, self._params, self._layout = module, parameters, layout
+    def __init__(self, parameters: list[nn.Parameter], layout: TreeLayout) -> None:
+        self._params, self._layout = parameters, layout
         self._stack = TreeStack[_Gradients](layout.count, _added)
         self._last_counts = False
         self._used, self._unused = set[Tensor](), set[Tensor]()  # before the last microbatch, in it
@@ -59,11 +55,6 @@ class TreeGradients:
         kept: _Gradients = {}
         for parameter in self._params:
             if (gradient := parameter.grad) is not None:
-                if gradient.layout != torch.strided:
-                    name = name_of(parameter, self._module.named_parameters())
-                    msg = f"gradients must be dense under 'exact', but `{name}`'s is not: pass "
-                    msg += "sparse=False"
-                    raise TypeError(msg)
                 kept[parameter] = _wide(_real(gradient.detach()))
                 parameter.grad = None
         if not counts:

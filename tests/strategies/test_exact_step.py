@@ -28,9 +28,6 @@ import pardata
 from pardata import backward, fingerprint, unwrap, world, wrap_model
 from pardata.strategies.exact import _tree_all_reduce as tree
 
-REENTRANT = functools.partial(checkpoint, use_reentrant=True)
-
-
 class Net(nn.Module):
     """Batch norm, dropout, and a middle that may be checkpointed."""
 
@@ -673,20 +670,8 @@ def test_a_loss_that_its_own_backward_needs_is_left_alone():
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
 
 
-def test_two_gradients_of_one_parameter_in_a_backward_are_an_error():
-    def twice(model, batch):
-        rows = batch[0].clone().requires_grad_()
-        return sum(REENTRANT(model.forward, rows).square().mean() for _ in range(2))
-
-    model = seeded(nn.Linear, 6, 3, False)
-    text = "`weight` must get one gradient, not two: pass use_reentrant=False"
-    with pytest.raises(RuntimeError, match=text):
-        one_step(model, lambda model, batch: twice(model, batch) + 0 * model(batch[0]).mean())
-    assert model.weight.grad is None
-
-
 def copies_of_a_step(norms):
-    model = wrapped(nn.Sequential(*[nn.BatchNorm1d(6) for _ in range(norms)], nn.Linear(6, 3)))
+    model = wrapped(nn.Sequential(*[nn.BatchNorm1d(6, affine=False) for _ in range(norms)], nn.Linear(6, 3)))
     (batch,) = steps()
     with Kernels() as kernels:
         backward(model, loss_fn, batch)
@@ -695,3 +680,20 @@ def copies_of_a_step(norms):
 
 def test_buffers_are_read_and_put_back_together_and_not_one_by_one():
     assert run(copies_of_a_step, 20) == run(copies_of_a_step, 1)
+
+
+def graphs_of_a_step():
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    net = torch.compile(smooth(), backend=backend, dynamic=False)
+    one_step(wrapped(net, **SMALL), loader=loader_of(TensorDataset(*rows_of(24)), 24, microbatch_size=4))
+    return len(graphs)
+
+
+def test_dynamo_does_not_split_a_compiled_model():
+    assert run(graphs_of_a_step, world_size=2) == [1, 1]

@@ -80,7 +80,8 @@ def kinds():
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_each_strategy_returns_a_model_of_its_kind(size):
-    expected = {name: (name, name == "ddp", True, (8, 3)) for name in ("ddp", "fsdp", "exact")}
+    in_ddp = {"ddp": True, "fsdp": False, "exact": size > 1}
+    expected = {name: (name, is_ddp, True, (8, 3)) for name, is_ddp in in_ddp.items()}
     expected["auto"] = ("ddp" if size > 1 else "none", size > 1, True, (8, 3))
     assert run(kinds, world_size=size) == [expected] * size
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, TypeVar, overload
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +25,9 @@ from pardata.strategies._forward import (
     zero_backward,
 )
 from pardata.strategies._loss_weights import Count, LossWeights, Microbatch, positive
-from pardata.strategies._step import SEEN, Step, forbidden_in, microbatch_seed
+from pardata.strategies._step import Step, forbidden_in, microbatch_seed
 from pardata.strategies._step_metrics import StepMetrics
+from pardata.strategies._step_record import record_of, update_record
 from pardata.strategies._wrap_model import find_strategy
 
 _log = get_logger(__name__)
@@ -35,9 +35,6 @@ _log = get_logger(__name__)
 _Metrics = TypeVar("_Metrics")
 Loss: TypeAlias = Tensor | Mapping[str, Tensor]  # or a dict of terms
 LossFn: TypeAlias = Callable[[nn.Module, Any], Any]
-
-# Models whose first step has passed all checks in a single process.
-_checked_models = WeakSet[nn.Module]()
 
 _MISSING: Any = None  # the default, so that `backward(loss)` raises an error with a cure
 
@@ -164,8 +161,8 @@ def backward(
         msg = "`backward` must run outside of autocast: put `with torch.autocast(…)` into `loss_fn`"
         raise RuntimeError(msg)
     # In a single process a model is checked only in its first step.
-    seen = count is None and is_single_process() and callable(loss_fn) and model in _checked_models
-    if seen and (not isinstance(batch, Microbatches) or len(batch) == 1):
+    simple = count is None and is_single_process() and callable(loss_fn)
+    if simple and record_of(model).is_single and (not isinstance(batch, Microbatches) or len(batch) == 1):
         return _single(model, loss_fn, batch, scaler)
     check_loss_fn(loss_fn)
     step = _step_of(model, batch, scaler)
@@ -176,10 +173,9 @@ def backward(
             with step.microbatch(one), fork_torch_rng(microbatch_seed(batch, one.number)):
                 (_run if one.count else _run_placeholder)(step, model, loss_fn, one)
     if type(step) is Step and step.size == 1:
-        _checked_models.add(model)
+        step.found["is_single"] = True
     means = step.metrics.result()
-    vars(step.layer).update(step.found)
-    _mark_done(model, batch)
+    _mark_done(model, batch, step.layer, step.metrics, step.found)
     return means
 
 
@@ -191,16 +187,22 @@ def _single(model: nn.Module, loss_fn: LossFn, batch: Any, scaler: GradScaler | 
     with StashedGradients(parameters_of(model)), fork_torch_rng(microbatch_seed(batch, first)):
         with forbidden_in(batch):
             returned = loss_fn(model, microbatch)
-        metrics = StepMetrics(model)
+        metrics = StepMetrics(record_of(model).structures)
         loss = metrics.add(returned, 1, microbatch)
         metrics.raise_refused()
         (loss if scaler is None else scaler.scale(loss)).backward()
-    _mark_done(model, batch)
-    return metrics.result()
+    means = metrics.result()
+    _mark_done(model, batch, model, metrics, {})
+    return means
 
 
-def _mark_done(model: nn.Module, batch: Any) -> None:
+def _mark_done(
+    model: nn.Module, batch: Any, layer: nn.Module, metrics: StepMetrics, found: dict[str, Any]
+) -> None:
     """Record a successful call: the next one with these microbatches has other seeds."""
+    if metrics.structures is not record_of(layer).structures:
+        found["structures"] = metrics.structures
+    update_record(layer, found)
     mark_gradients(model)
     if isinstance(batch, Microbatches):
         batch.runs += 1
@@ -209,7 +211,7 @@ def _mark_done(model: nn.Module, batch: Any) -> None:
 def _step_of(model: nn.Module, batch: Any, scaler: GradScaler | None) -> Step:
     """Return the step of the model's strategy; warn or raise if no strategy synchronises it."""
     strategy, layer = find_strategy(model)
-    if SEEN not in vars(layer):  # detecting a launcher takes 10 % of a small model's step
+    if not record_of(layer).is_checked:  # detecting a launcher takes 10 % of a small model's step
         require_world("backward")
     step = strategy.step(model, layer, scaler, batch)
     _check_batch_norms(step, batch)

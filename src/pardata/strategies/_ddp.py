@@ -18,7 +18,7 @@ from pardata.model._replica_state import CHECK_EVERY, ReplicaState
 from pardata.model._torch_internals import at_end_of_backward, parameters_of, uncompiled
 from pardata.model._transparent import TransparentWrapper, forbid_unsynced_forward
 from pardata.strategies import _ddp_reducer as reducer
-from pardata.strategies._forward import active_model, active_step, check_nested
+from pardata.strategies._forward import active_model, active_step, check_nested, running_step
 from pardata.strategies._loss_weights import Microbatch
 from pardata.strategies._step import DistributedStep
 from pardata.strategies._strategy import Strategy, WrapOptions
@@ -126,6 +126,31 @@ class TransparentDDP(TransparentWrapper, DistributedDataParallel):
         return value
 
 
+class HookedDDP(TransparentDDP):
+    """A DDP whose buckets are reduced by the step that runs: by its method `reduce`."""
+
+    def _ddp_init_helper(self, *args: Any) -> None:
+        super()._ddp_init_helper(*args)
+        reducer.register_hook(self, None, _reduce)
+
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        # Without PyTorch's context, in which dynamo splits the module, and changes its kernels.
+        return self.module(*inputs, **kwargs)
+
+    def _has_unequal_buffers(self) -> bool:
+        return False  # a step sets them
+
+    def _renew_if_changed(self, trained: list[nn.Parameter]) -> None:
+        """Give DDP new buckets if it was built for other parameters, or other layouts."""
+        if not self._reduced.are(trained):
+            reducer.renew_reducer(self, as_built=False)
+
+
+def _reduce(_state: object, bucket: dist.GradBucket) -> Any:
+    """Communication hook: call the method of the step."""
+    return running_step().reduce(bucket)
+
+
 def _after_backward(
     outputs: Iterable[Tensor], action: Callable[[], None], *, otherwise: bool = True
 ) -> None:
@@ -176,7 +201,7 @@ class DdpStep(DistributedStep):
                 f"`static_graph` must be False for {self.loss_weights.most} microbatches on a rank"
             )
         # PyTorch does this in the next forward. A rank may fail before that.
-        self._rebuild_buckets()
+        self._arrange_buckets()
         if self._is_transparent:
             self.layer._reduced.check(self.layer)
         if vars(self.layer).pop("_expects_backward", False) and self.loss_weights.most > 1:
@@ -184,7 +209,7 @@ class DdpStep(DistributedStep):
             # would reduce in the next backward even under no_sync(), and perhaps not on every rank.
             reducer.reset_reducer(self.layer)
 
-    def _rebuild_buckets(self) -> None:
+    def _arrange_buckets(self) -> None:
         """Arrange DDP's buckets in the order of gradients, once. Collective."""
         if self.layer.reducer._rebuild_buckets():
             self.layer._has_rebuilt_buckets = True

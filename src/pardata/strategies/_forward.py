@@ -28,8 +28,8 @@ def active_step(step: object) -> Iterator[None]:
 
 
 def running_step() -> Any:
-    """Return the step that runs now, the innermost one."""
-    return _active[-1]
+    """Return the step that runs now, the innermost one, or None."""
+    return _active[-1] if _active else None
 
 
 def active_model() -> nn.Module | None:

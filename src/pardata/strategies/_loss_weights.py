@@ -26,6 +26,7 @@ from pardata.data._microbatches import Microbatches
 from pardata.environment._device import widest_float_dtype
 from pardata.environment._logger import get_logger
 from pardata.environment._world import cpu_group_and_device, world
+from pardata.strategies._step_record import record_of
 
 _log = get_logger(__name__)
 
@@ -48,8 +49,8 @@ class Replicas:
         equal_microbatches: whether every rank must run as many microbatches as the rank with most.
         has_ordered_sums: whether sums of fractional counts must not depend on the number of ranks.
         layer: the layer of the model that belongs to its strategy.
-        found: attributes of the layer that `backward` sets when the step has succeeded. It succeeds
-            on all ranks or on none, so ranks agree on them.
+        record: what earlier steps of the model have found out.
+        found: attributes of the record that `backward` changes when the step has succeeded.
     """
 
     size = 1
@@ -59,6 +60,7 @@ class Replicas:
 
     def __init__(self, layer: nn.Module) -> None:
         self.layer: Any = layer
+        self.record = record_of(layer)
         self.found: dict[str, Any] = {}
 
 
@@ -131,7 +133,7 @@ class StepCounts:
                 totals = self._in_order(numbers, step_size)
             positive(totals[0])
             if self._count is num_samples:
-                replicas.found[_USUAL] = totals[0]
+                replicas.found["usual_count"] = totals[0]
             return dict(zip(self._names, totals, strict=True))
 
         return sums
@@ -201,10 +203,6 @@ def positive(total: float) -> float:
     if total == 0:
         raise ValueError("a step must count something, but all its microbatches count 0: skip it")
     return total
-
-
-# An attribute of the strategy's layer: the global count of the model's first successful step.
-_USUAL = "_pardata_usual_count"
 
 
 @dataclass(eq=False)
@@ -279,7 +277,7 @@ class LossWeights(NamedTuple):
     @classmethod
     def _of_one(cls, batch: Any, count: Count | None, replicas: Replicas) -> "LossWeights":
         """Return the weights of a batch that no loader made, as the only microbatch."""
-        usual: float | None = vars(replicas.layer).get(_USUAL)
+        usual = replicas.record.usual_count
         if count is None and (replicas.size == 1 or usual is not None):
             # All ranks assume the first step's global count, and rescale the gradients afterwards.
             samples = num_samples(batch)

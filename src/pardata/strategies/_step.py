@@ -30,9 +30,6 @@ _log = get_logger(__name__)
 
 _NOTHING = nullcontext()
 _LEAST = 1e-30  # changes no divisor except 0
-# Attributes of the layer that belongs to a model's strategy.
-SEEN = "_pardata_has_looked"
-_COMMUNICATES = "_pardata_loss_communicates"
 
 
 def forbidden_in(batch: Any) -> AbstractContextManager[None]:
@@ -72,9 +69,9 @@ class Step(Replicas):
         super().__init__(layer)
         self.model, self.module = model, wrapper_chain(model)[-1]
         self.scaler, self.batch = scaler, batch
-        self.metrics = StepMetrics(layer)
+        self.metrics = StepMetrics(self.record.structures)
         self._writes = BufferWrites(layer)
-        self.looks = SEEN not in vars(layer)
+        self.looks = not self.record.is_checked
         self._prepare()
 
     def _prepare(self) -> None:
@@ -113,20 +110,19 @@ class Step(Replicas):
                 ranks run unequally many microbatches. Or a user's hook would see the gradient of a
                 part of the step.
         """
-        flags = vars(self.layer)
         if self.looks and not self.gradients_are_final and (name := name_of_hooked(self.module)):
             msg = f"`{name}` must have no register_post_accumulate_grad_hook, which would see a "
             msg += "part of the gradient, but has: step after backward"
             raise RuntimeError(msg)
-        if flags.get(_COMMUNICATES):
+        if self.record.loss_communicates:
             self._check_even()
         # Not under FSDP, whose forward communicates, and of which all ranks run equally many.
-        looks = self.size > 1 and SEEN not in flags and not self.equal_microbatches
+        looks = self.size > 1 and not (self.record.is_checked or self.equal_microbatches)
         before = sequence_number(self.group) if looks else 0
         with forbidden_in(self.batch):
             yield
         if looks and sequence_number(self.group) != before:
-            self.found[_COMMUNICATES] = True
+            self.found["loss_communicates"] = True
             self._check_even()
 
     def _check_even(self) -> None:
@@ -158,7 +154,7 @@ class Step(Replicas):
         """
         if not self.looks:
             return
-        self.looks, self.found[SEEN] = False, True
+        self.looks, self.found["is_checked"] = False, True
         parameters = {*self.layer.parameters(), *unsharded_parameters(self.layer)}
         for leaf in leaves_of(loss):
             if isinstance(leaf, nn.Parameter) and leaf not in parameters:

@@ -1,7 +1,6 @@
 """Loss and metrics of a step: collected by microbatch, summed over the ranks, divided by counts."""
 
 import math
-from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from pardata._pytree import KeyPath, keystr, leaves_with_path, map_with_path
 from pardata.collectives._all_reduce import cast_like, shape_text, unflatten_like, weighted_numbers
@@ -25,7 +24,6 @@ from pardata.strategies._loss_weights import positive
 _HASHES = 3
 _FRONT = 1 + 2 * _HASHES
 _VALUES = 19
-_STRUCTURES = "_pardata_metric_structures"  # an attribute of the layer of a model's strategy
 _MOST = 10_000  # elements of a metric that is reduced in each step; statistics may have more
 
 
@@ -72,9 +70,10 @@ class StepMetrics:
     """The losses and metrics of this rank's microbatches, and their means over all ranks.
 
     Args:
-        layer: the layer that belongs to the model's strategy.
+        structures: the last structures in earlier steps of the model, which are not checked again.
 
     Attributes:
+        structures: with that of this step.
         step: the step and its loader, as a text that ranks compare; "" if unknown.
         count: the count of this rank's microbatches.
         total: the count of all ranks' microbatches; a tensor on a GPU.
@@ -90,9 +89,8 @@ class StepMetrics:
     _error: Exception | None = None
     _means: list[Tensor] | None = None  # the means of the loss, and of the leaves of metrics
 
-    def __init__(self, layer: nn.Module) -> None:
-        # The last structures in the steps of the model.
-        self._structures: deque[str] = vars(layer).setdefault(_STRUCTURES, deque(maxlen=8))
+    def __init__(self, structures: tuple[str, ...]) -> None:
+        self.structures = structures
         self._seen: list[tuple[list[Leaf], float]] = []
         # Number of leaves weighted like the loss; totals and counts of each `Mean` follow.
         self._weighted = 1
@@ -117,9 +115,9 @@ class StepMetrics:
         try:
             plain, means = _numbers_of(metrics)
             text = _structure(plain, means)
-            if text not in self._structures:
+            if text not in self.structures:
                 _check_means(plain, microbatch)
-                self._structures.append(text)
+                self.structures = (*self.structures, text)[-8:]
         except TypeError as error:
             return self._refuse(error)
         if self._text not in (None, text):

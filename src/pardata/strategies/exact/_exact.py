@@ -8,26 +8,20 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
-from torch.distributed import GradBucket
-from torch.futures import Future
+from torch import nn
 
 from pardata._validation import check_int
-from pardata.data._batch import iter_tensors
 from pardata.environment._device import checked_device
-from pardata.model._torch_internals import sync_batch_norms, uncompiled, versions_of
+from pardata.model._torch_internals import sync_batch_norms, versions_of
 from pardata.model._transparent import TransparentWrapper
-from pardata.model._unwrap import Wrapper
+from pardata.model._unwrap import Wrapper, unwrap
 from pardata.store._round import Facts
-from pardata.strategies import _ddp_reducer as reducer
-from pardata.strategies._ddp import DdpStrategy, TransparentDDP
-from pardata.strategies._forward import active_model, check_nested, running_step
+from pardata.strategies._ddp import DdpStrategy, HookedDDP
+from pardata.strategies._forward import active_model, check_nested
 from pardata.strategies._strategy import WrapOptions, broadcast_weights
 from pardata.strategies.exact._exact_step import ExactStep
+from pardata.strategies.exact._gradient_guard import GradientGuard
 from pardata.strategies.exact._numerics import numerics_error, numerics_record
-
-# ruff: noqa: SLF001  # overridden methods of DDP with private names, and our own
 
 # Each step gets new buckets, and ``.grad`` is a part of them. So gradients need not be copied back,
 # and those of earlier steps keep their values.
@@ -37,21 +31,25 @@ _RECORD = "exact"  # the key of the record in the metadata of a state dict
 
 
 class ExactModel(TransparentWrapper):
-    """The base class of wrappers of a module whose gradients only `pardata.backward` sets."""
+    """The base class of wrappers of a module whose gradients only `pardata.backward` sets.
 
-    _threads: int  # of PyTorch's CPU kernels, on which sums depend
+    Args:
+        module: the module to train.
+        threads: the number of threads of PyTorch's CPU kernels, on which sums depend.
+    """
+
+    def __init__(self, module: nn.Module, *, threads: int = 1, **options: Any) -> None:
+        super().__init__(module, **options)
+        self._threads, self._guard = threads, GradientGuard(unwrap(module))
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module; outside of a step of `backward`, a backward of its outputs raises."""
+        """Run the module; in a step of another model it must change no buffer."""
         active = active_model()
         if active is self:
             return super().forward(*inputs, **kwargs)
         if active is not None:
             check_nested(self.module)
-        output = self.module(*inputs, **kwargs)
-        if torch.is_grad_enabled():
-            _forbid_backward(self.module, output)
-        return output
+        return self.module(*inputs, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's state dict, with a record of the numerics in its metadata."""
@@ -79,65 +77,21 @@ class ExactModel(TransparentWrapper):
 
 
 class ExactModule(ExactModel, Wrapper):
-    """The wrapper in a single process.
-
-    Args:
-        module: the module to train.
-        threads: number of threads of PyTorch's CPU kernels. It is set for the whole process.
-        bucket_cap_mb: as in DDP, for several processes.
-    """
+    """The wrapper in a single process, in which DDP's `bucket_cap_mb` has no effect."""
 
     def __init__(
         self, module: nn.Module, *, threads: int = 1, bucket_cap_mb: float | None = None
     ) -> None:
-        super().__init__(module)
-        self._threads = threads
+        super().__init__(module, threads=threads)
 
 
-class ExactDDP(ExactModel, TransparentDDP):
+class ExactDDP(ExactModel, HookedDDP):
     """The wrapper in several processes: a `DistributedDataParallel` with a communication hook."""
 
-    def __init__(self, module: nn.Module, *, threads: int = 1, **options: Any) -> None:
+    def __init__(self, module: nn.Module, **options: Any) -> None:
         new_buckets = _NEW_BUCKETS if torch.__version__ >= "2.15" else {}
         # PyTorch would broadcast complex weights, which gloo cannot.
         super().__init__(module, init_sync=False, **new_buckets, **options)
-        self._threads = threads
-
-    def _ddp_init_helper(self, *args: Any) -> None:
-        super()._ddp_init_helper(*args)
-        reducer.register_hook(self, None, _reduce)
-
-    def _renew_if_changed(self, trained: list[nn.Parameter]) -> None:
-        """Give DDP new buckets if it was built for other parameters, or other layouts."""
-        if not self._reduced.are(trained):
-            reducer.renew_reducer(self, as_built=False)
-
-    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        # Without PyTorch's context, in which dynamo splits the module, and changes its kernels.
-        return self.module(*inputs, **kwargs)
-
-    def _has_unequal_buffers(self) -> bool:
-        return False  # a step sets them
-
-
-def _reduce(_state: object, bucket: GradBucket) -> Future[Tensor]:
-    """Communication hook: sum a bucket in the order of the tree."""
-    return running_step().reduce(bucket)
-
-
-@uncompiled
-def _forbid_backward(module: nn.Module, output: object) -> None:
-    """Raise in a backward of the outputs of a module, if it would train it."""
-
-    def refuse(_gradient: Tensor) -> None:
-        msg = "under strategy 'exact' only `pardata.backward` must run a backward, but "
-        msg += f"{type(module).__name__} got another gradient: call backward(model, loss_fn, "
-        msg += "batch), or unwrap(model) for gradients of inputs"
-        raise RuntimeError(msg)
-
-    ends = [tensor for tensor in iter_tensors(output) if tensor.requires_grad]
-    if ends and any(parameter.requires_grad for parameter in module.parameters()):
-        register_multi_grad_hook(ends, refuse, mode="any")
 
 
 class ExactStrategy(DdpStrategy):

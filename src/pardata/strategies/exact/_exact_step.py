@@ -6,7 +6,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import GradBucket
 from torch.futures import Future
 
@@ -40,7 +40,7 @@ class ExactStep(DdpStep):
 
     _hashes: tuple[Tensor, Any] | None = None  # the hash of this step, and its all-reduce
     _agreed: bool | None = None  # the result of the comparison of all ranks
-    _num_words = 0  # of means, which are sent behind the last bucket; 0 if separately
+    _num_words = 0  # the length of the means behind the last bucket; 0 if sent separately
     _failed: Exception | None = None  # kept, until all ranks know of it
     grads_are_averaged, has_ordered_sums = False, True
     gradients_are_final = False
@@ -80,11 +80,13 @@ class ExactStep(DdpStep):
             self._failed = self._failed or ValueError(
                 "under 'exact' `collate_fn` must keep all samples, but left some out: pass `count`"
             )
-        self._trained = _trained_of(self.module)
+        self.layer._guard.extend()
+        trained = [p for p in parameters_of(self.module) if p.requires_grad]
+        self.trained = set(trained)
         if self.size > 1:
-            self.layer._renew_if_changed(self._trained)
+            self.layer._renew_if_changed(trained)
         self._layout = TreeLayout(len(self.batch.counts))
-        self._gradients = TreeGradients(self._trained, self._layout)
+        self._gradients = TreeGradients(trained, self._layout)
         self._means = BufferMeans(self.module, self._layout)
         self._waiting: list[Bucket] = []
 
@@ -119,10 +121,6 @@ class ExactStep(DdpStep):
 
     def send(self) -> None:
         """Start the comparison of all ranks, before the last backward."""
-        if [*map(id, _trained_of(self.module))] != [*map(id, self._trained)]:
-            msg = "what is trained must not change in a step of 'exact', but a parameter was frozen "
-            msg += "or unfrozen: call requires_grad_() before backward"
-            raise RuntimeError(msg)
         if self.size > 1:
             self._compare()
 
@@ -192,9 +190,10 @@ class ExactStep(DdpStep):
         if self.size > 1:
             self._require_agreement()
             self._gradients.complete()
-            if self._gradients.received is None and self._failed is not None:
+            if self._failed is None:
+                super()._finish()
+            elif self._gradients.received is None:
                 raise self._failed
-            super()._finish()
         elif self._failed is not None:
             raise self._failed
         else:
@@ -202,6 +201,8 @@ class ExactStep(DdpStep):
         (any_failed, *self._used), self._sums = self._totals()
         if any_failed:
             self.metrics.replica.raise_difference("backward", self._facts)
+        if self._failed is not None:  # after its last bucket
+            raise self._failed
 
     def _require_agreement(self) -> None:
         """Raise on every rank if a rank has failed before its last backward, or ranks differ."""
@@ -213,7 +214,7 @@ class ExactStep(DdpStep):
     def _totals(self) -> tuple[list[bool], Tensor]:
         """Return the flags and the sums of means of all ranks. Collective if they were not sent."""
         if self._num_words:
-            sizes = 1 + len(self._trained), self._num_words
+            sizes = 1 + len(self.trained), self._num_words
             flags, words = self._gradients.received[: sum(sizes)].split(sizes)
             rows = reducer.from_words(words, len(self._layout.spans))
             return (flags > 0).tolist(), self._layout.total(rows)
@@ -234,7 +235,7 @@ class ExactStep(DdpStep):
         if self.size > 1:
             self.metrics.spoil(self.metrics.replica.differs_on_device(None))
             # Here, where all ranks have succeeded, because it is collective.
-            self._rebuild_buckets()
+            self._arrange_buckets()
 
     def _reset(self) -> None:
         # After an error on a GPU each kernel may raise it again.
@@ -255,10 +256,6 @@ class ExactStep(DdpStep):
             raise self._failed
         facts = {"microbatches": self.batch.counts, "earlier calls": self.batch.runs}
         return {**self.metrics.facts(), **facts, **self._means.facts()}
-
-
-def _trained_of(module: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in parameters_of(module) if parameter.requires_grad]
 
 
 class _NotAgreedError(Exception):

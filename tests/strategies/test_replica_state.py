@@ -235,3 +235,18 @@ def evaluated_on_rank_0(how):
 @pytest.mark.parametrize("how", ["backward", "loss.backward"])
 def test_forwards_on_one_rank_do_not_count_as_steps(how):
     assert run(evaluated_on_rank_0, how) == [["None"] * 5] * 2
+
+
+def with_a_compiled_part(strategy):
+    seed_everything(0)
+    net = Net()
+    net.first = torch.compile(net.first, backend="eager", dynamic=False)
+    model = wrap_model(net, strategy)
+    (batch,) = make_loader(torch.ones(12, 4), 12, microbatch_size=2, num_workers=0)
+    return backward(model, loss_fn, batch).item()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "exact"])
+def test_a_part_may_be_compiled(strategy):
+    first, second = run(with_a_compiled_part, strategy, world_size=2)
+    assert first == second

@@ -83,7 +83,8 @@ class ReplicaState:
         if due or not self._flags:
             parts, self._params = modules_and_parameters(unwrap(self._layer))
             self._attributes = [vars(part) for part in parts]  # half the time of reading a module
-        flags: list[object] = [held["training"] for held in self._attributes]
+        # A part that torch.compile wraps has no mode, but the module inside has.
+        flags: list[object] = [held.get("training") for held in self._attributes]
         flags += map(_TRAINED, self._params)
         flags.append(run_seed.seed)
         if flags != self._flags:

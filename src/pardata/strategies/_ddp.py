@@ -140,7 +140,7 @@ class HookedDDP(TransparentDDP):
     def _has_unequal_buffers(self) -> bool:
         return False  # a step sets them
 
-    def _renew_if_changed(self, trained: list[nn.Parameter]) -> None:
+    def _renew_if_changed(self, trained: Iterable[nn.Parameter]) -> None:
         """Give DDP new buckets if it was built for other parameters, or other layouts."""
         if not self._reduced.are(trained):
             reducer.renew_reducer(self, as_built=False)

@@ -33,8 +33,8 @@ class ReducedParameters:
     ) -> None:
         self.parameters, self.sparse = parameters, sparse
         self._kinds = {id(parameter): _kind(parameter) for parameter in parameters}
-        self._layouts = [*map(_layout, parameters)]
-        self.text = str([layout[1:] for layout in self._layouts])
+        self._layouts = _layouts(parameters)
+        self.text = str(list(self._layouts.values()))
         # Held by reference, so that no other parameter gets the same id.
         others = {n: p for n, p in model.module.named_parameters() if id(p) not in self._kinds}
         self._others = {id(p): p for p in others.values()}
@@ -42,7 +42,7 @@ class ReducedParameters:
 
     def are(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Return whether these are the parameters, and have kept their layouts."""
-        return self._layouts == [*map(_layout, parameters)]
+        return self._layouts == _layouts(parameters)
 
     def check(self, model: DistributedDataParallel) -> None:
         """Raise if DDP would not synchronise a trained parameter.
@@ -82,8 +82,8 @@ def _kind(parameter: Tensor) -> tuple[torch.dtype, torch.device]:
     return parameter.dtype, parameter.device
 
 
-def _layout(parameter: Tensor) -> tuple[object, ...]:
-    return id(parameter), *_kind(parameter), parameter.shape, parameter.stride()
+def _layouts(parameters: Iterable[Tensor]) -> dict[int, tuple[object, ...]]:
+    return {id(p): (p.dtype, p.device.type, p.shape, p.stride()) for p in parameters}
 
 
 def register_hook(model: Any, state: object, hook: Callable[..., Any]) -> None:

@@ -81,12 +81,12 @@ class ExactStep(DdpStep):
                 "under 'exact' `collate_fn` must keep all samples, but left some out: pass `count`"
             )
         self.layer._guard.extend()
-        trained = [p for p in parameters_of(self.module) if p.requires_grad]
-        self.trained = set(trained)
+        # A tied parameter is listed twice.
+        self.trained = dict.fromkeys(p for p in parameters_of(self.module) if p.requires_grad)
         if self.size > 1:
-            self.layer._renew_if_changed(trained)
+            self.layer._renew_if_changed(self.trained)
         self._layout = TreeLayout(len(self.batch.counts))
-        self._gradients = TreeGradients(trained, self._layout)
+        self._gradients = TreeGradients(list(self.trained), self._layout)
         self._means = BufferMeans(self.module, self._layout)
         self._waiting: list[Bucket] = []
 

@@ -28,6 +28,7 @@ import pardata
 from pardata import backward, fingerprint, unwrap, world, wrap_model
 from pardata.strategies.exact import _tree_all_reduce as tree
 
+
 class Net(nn.Module):
     """Batch norm, dropout, and a middle that may be checkpointed."""
 
@@ -509,7 +510,9 @@ def kept_by_reference():
 
 
 def sparse():
-    text = "ValueError: gradients must be dense under 'exact', but `model` has sparse=True: leave it"
+    text = (
+        "ValueError: gradients must be dense under 'exact', but `model` has sparse=True: leave it"
+    )
     with refused(text):
         seeded(functools.partial(nn.Embedding, 9, 3, sparse=True))
 
@@ -671,7 +674,9 @@ def test_a_loss_that_its_own_backward_needs_is_left_alone():
 
 
 def copies_of_a_step(norms):
-    model = wrapped(nn.Sequential(*[nn.BatchNorm1d(6, affine=False) for _ in range(norms)], nn.Linear(6, 3)))
+    model = wrapped(
+        nn.Sequential(*[nn.BatchNorm1d(6, affine=False) for _ in range(norms)], nn.Linear(6, 3))
+    )
     (batch,) = steps()
     with Kernels() as kernels:
         backward(model, loss_fn, batch)
@@ -691,7 +696,9 @@ def graphs_of_a_step():
 
     torch._dynamo.reset()
     net = torch.compile(smooth(), backend=backend, dynamic=False)
-    one_step(wrapped(net, **SMALL), loader=loader_of(TensorDataset(*rows_of(24)), 24, microbatch_size=4))
+    one_step(
+        wrapped(net, **SMALL), loader=loader_of(TensorDataset(*rows_of(24)), 24, microbatch_size=4)
+    )
     return len(graphs)
 
 

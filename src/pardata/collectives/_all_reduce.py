@@ -162,15 +162,14 @@ def unflatten_like(flat: Tensor, leaves: list[Leaf]) -> list[Tensor]:
 
 def weighted_numbers(leaves: Iterable[Leaf], weights: Iterable[float]) -> list[float] | None:
     """Return each leaf times its weight; None if one has dimensions, or is on an accelerator."""
-    numbers = list[float]()
-    for leaf, weight in zip(leaves, weights, strict=False):
-        if isinstance(leaf, Tensor):
-            if leaf.ndim or not leaf.is_cpu:
-                return None
-            leaf = leaf.item()  # not `float`, which warns if it requires a gradient
-        # 0 * NaN is NaN, so values with weight 0 are not multiplied.
-        numbers.append(float(leaf) * weight if weight else 0.0)
-    return numbers
+    held = list(leaves)
+    if any(isinstance(leaf, Tensor) and (leaf.ndim or not leaf.is_cpu) for leaf in held):
+        return None
+    # Not `float` of a tensor, which warns if it requires a gradient.
+    numbers = [leaf.item() if isinstance(leaf, Tensor) else leaf for leaf in held]
+    # 0 * NaN is NaN, so values with weight 0 are not multiplied.
+    pairs = zip(numbers, weights, strict=False)
+    return [float(number) * weight if weight else 0.0 for number, weight in pairs]
 
 
 def _flatten(checked: CheckedCollective, wire: Any, weight: float) -> _Values:

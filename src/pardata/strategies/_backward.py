@@ -162,7 +162,11 @@ def backward(
         raise RuntimeError(msg)
     # In a single process a model is checked only in its first step.
     simple = count is None and is_single_process() and callable(loss_fn)
-    if simple and record_of(model).is_single and (not isinstance(batch, Microbatches) or len(batch) == 1):
+    if (
+        simple
+        and record_of(model).is_single
+        and (not isinstance(batch, Microbatches) or len(batch) == 1)
+    ):
         return _single(model, loss_fn, batch, scaler)
     check_loss_fn(loss_fn)
     step = _step_of(model, batch, scaler)
@@ -172,10 +176,8 @@ def backward(
             current_op.heartbeat()
             with step.microbatch(one), fork_torch_rng(microbatch_seed(batch, one.number)):
                 (_run if one.count else _run_placeholder)(step, model, loss_fn, one)
-    if type(step) is Step and step.size == 1:
-        step.found["is_single"] = True
     means = step.metrics.result()
-    _mark_done(model, batch, step.layer, step.metrics, step.found)
+    _mark_done(model, batch, step.layer, {**step.found, "structures": step.metrics.structures})
     return means
 
 
@@ -192,16 +194,12 @@ def _single(model: nn.Module, loss_fn: LossFn, batch: Any, scaler: GradScaler | 
         metrics.raise_refused()
         (loss if scaler is None else scaler.scale(loss)).backward()
     means = metrics.result()
-    _mark_done(model, batch, model, metrics, {})
+    _mark_done(model, batch, model, {"structures": metrics.structures})
     return means
 
 
-def _mark_done(
-    model: nn.Module, batch: Any, layer: nn.Module, metrics: StepMetrics, found: dict[str, Any]
-) -> None:
+def _mark_done(model: nn.Module, batch: Any, layer: nn.Module, found: dict[str, Any]) -> None:
     """Record a successful call: the next one with these microbatches has other seeds."""
-    if metrics.structures is not record_of(layer).structures:
-        found["structures"] = metrics.structures
     update_record(layer, found)
     mark_gradients(model)
     if isinstance(batch, Microbatches):

@@ -140,11 +140,6 @@ class HookedDDP(TransparentDDP):
     def _has_unequal_buffers(self) -> bool:
         return False  # a step sets them
 
-    def _renew_if_changed(self, trained: Iterable[nn.Parameter]) -> None:
-        """Give DDP new buckets if it was built for other parameters, or other layouts."""
-        if not self._reduced.are(trained):
-            reducer.renew_reducer(self, as_built=False)
-
 
 def _reduce(_state: object, bucket: dist.GradBucket) -> Any:
     """Communication hook: call the method of the step."""
@@ -182,9 +177,7 @@ class DdpStep(DistributedStep):
     @contextmanager
     def synchronized(self) -> Iterator[None]:
         views = getattr(self.layer, "gradient_as_bucket_view", False)
-        shares_memory = views and not getattr(self.layer, "lazy_bucket_allocation", False)
-        aside = StashedGradients(parameters_of(self.module), shares_memory=shares_memory)
-        with aside, active_step(self):
+        with StashedGradients(parameters_of(self.module), shares_memory=views), active_step(self):
             self._begin()
             try:
                 yield
@@ -254,7 +247,8 @@ class DdpStep(DistributedStep):
 class DdpStrategy(Strategy):
     name = "ddp"
     step = DdpStep
-    wrapper = DistributedDataParallel
+    wrapper: type = DistributedDataParallel
+    replicated: type[TransparentDDP] = TransparentDDP
     takes_devices = True
 
     def wrap(self, model: nn.Module, settings: WrapOptions) -> nn.Module:
@@ -262,8 +256,4 @@ class DdpStrategy(Strategy):
         devices = {parameter.device for parameter in model.parameters()}
         if len(devices) == 1 and (only := devices.pop()).type != "cpu":
             options.setdefault("device_ids", [only])
-        return self.replicate(model, **options)
-
-    def replicate(self, model: nn.Module, **options: Any) -> nn.Module:
-        """Return the model in DDP."""
-        return TransparentDDP(model, **options)
+        return self.replicated(model, **options)

@@ -32,11 +32,10 @@ class ReducedParameters:
         self, model: DistributedDataParallel, parameters: list[nn.Parameter], sparse: list[bool]
     ) -> None:
         self.parameters, self.sparse = parameters, sparse
-        self._kinds = {id(parameter): _kind(parameter) for parameter in parameters}
         self._layouts = _layouts(parameters)
-        self.text = str(list(self._layouts.values()))
+        self.text = str([(dtype, *rest) for dtype, _, *rest in self._layouts.values()])
         # Held by reference, so that no other parameter gets the same id.
-        others = {n: p for n, p in model.module.named_parameters() if id(p) not in self._kinds}
+        others = {n: p for n, p in model.module.named_parameters() if id(p) not in self._layouts}
         self._others = {id(p): p for p in others.values()}
         self._ignored = {id(p) for name, p in others.items() if name in model.parameters_to_ignore}
 
@@ -51,7 +50,7 @@ class ReducedParameters:
             RuntimeError: a parameter was added, exchanged, converted, frozen or unfrozen.
         """
         for parameter in parameters_of(model.module):
-            is_as_built = self._kinds.get(id(parameter)) == _kind(parameter)
+            is_as_built = self._layouts.get(id(parameter), ())[:2] == _kind(parameter)
             if parameter.requires_grad and not (is_as_built or id(parameter) in self._ignored):
                 raise self._error_of(parameter, model)
         trained = [parameter.requires_grad for parameter in self.parameters]
@@ -60,14 +59,16 @@ class ReducedParameters:
             raise self._error_of(self.parameters[trained.index(False)], model)
 
     def _error_of(self, parameter: nn.Parameter, model: DistributedDataParallel) -> RuntimeError:
-        name, was = name_of(parameter, model.module.named_parameters()), self._kinds
+        name, was = name_of(parameter, model.module.named_parameters()), self._layouts
         if id(parameter) not in was and id(parameter) not in self._others:
             return RuntimeError(
                 f"under 'ddp' a model must keep its parameters, but `{name}` was added or "
                 f"exchanged: {_AGAIN}, and make a new optimizer"
             )
         if parameter.requires_grad and id(parameter) in was:
-            before, now = (f"{d} on {where}" for d, where in (was[id(parameter)], _kind(parameter)))
+            before, now = (
+                f"{d} on {where}" for d, where in (was[id(parameter)][:2], _kind(parameter))
+            )
             return RuntimeError(
                 f"under 'ddp' a parameter must keep its dtype and device, but `{name}` was "
                 f"{before} and is {now}: convert the model before wrap_model, or {_AGAIN}"
@@ -78,12 +79,12 @@ class ReducedParameters:
         )
 
 
-def _kind(parameter: Tensor) -> tuple[torch.dtype, torch.device]:
+def _kind(parameter: Tensor) -> tuple[Any, ...]:
     return parameter.dtype, parameter.device
 
 
-def _layouts(parameters: Iterable[Tensor]) -> dict[int, tuple[object, ...]]:
-    return {id(p): (p.dtype, p.device.type, p.shape, p.stride()) for p in parameters}
+def _layouts(parameters: Iterable[Tensor]) -> dict[int, tuple[Any, ...]]:
+    return {id(p): (*_kind(p), p.shape, p.stride()) for p in parameters}
 
 
 def register_hook(model: Any, state: object, hook: Callable[..., Any]) -> None:

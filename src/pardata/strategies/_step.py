@@ -1,7 +1,7 @@
 """One step of `backward`: in a single process, or with gradients that PyTorch reduces."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -95,6 +95,7 @@ class Step(Replicas):
         with StashedGradients(parameters_of(self.module)), active_step(self):
             yield
             self.metrics.raise_refused()
+        self.found["is_single"] = self.size == 1
 
     @property
     def gradients_are_final(self) -> bool:
@@ -164,18 +165,17 @@ class Step(Replicas):
                 )
 
     def check_buffers(self) -> None:
-        """Warn of a buffer that a forward has changed by the samples of this rank alone."""
-        if self.size > 1 or len(self.loss_weights.microbatches) > 1:
-            self._refuse_buffers(partial(_log.warning, ranks="all", once=True))
-
-    def _refuse_buffers(self, refuse: Callable[[str], None]) -> None:
-        if name := self._writes.find():
-            refuse(
-                f"a forward must change no floating-point buffer in `backward`, but has changed "
-                f"`{name}` by a part of the batch: return the statistic as a metric (a tensor, or "
-                f"Mean) and change the buffer after the step; or declare forward_updates_buffers "
-                f"= True in its module, if ranks may differ there"
-            )
+        """Warn of a buffer that a forward has changed by a part of the batch, or raise."""
+        is_whole = self.size == len(self.loss_weights.microbatches) == 1
+        if (is_whole and not self.has_ordered_sums) or not (name := self._writes.find()):
+            return
+        msg = "a forward must change no floating-point buffer in `backward`, but has changed "
+        msg += f"`{name}` by a part of the batch: return the statistic as a metric (a tensor, or "
+        msg += "Mean) and change the buffer after the step; or declare forward_updates_buffers = "
+        msg += "True in its module, if ranks may differ there"
+        if self.has_ordered_sums:
+            raise RuntimeError(f"under strategy 'exact' {msg}")
+        _log.warning(msg, ranks="all", once=True)
 
     def backward(self, loss: Tensor, part: float) -> None:
         """Run the backward of a microbatch that is the fraction `part` of the global batch."""

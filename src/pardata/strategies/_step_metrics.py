@@ -78,6 +78,7 @@ class StepMetrics:
         count: the count of this rank's microbatches.
         total: the count of all ranks' microbatches; a tensor on a GPU.
         replica: the state of this replica, if there are several.
+        error: an error of this rank, kept until all ranks know of it.
     """
 
     step: str = ""
@@ -86,7 +87,7 @@ class StepMetrics:
     _text: str | None = None  # the structure of the metrics
     _metrics: Any = None
     _paths: tuple[KeyPath, ...] = ()
-    _error: Exception | None = None
+    error: Exception | None = None
     _means: list[Tensor] | None = None  # the means of the loss, and of the leaves of metrics
 
     def __init__(self, structures: tuple[str, ...]) -> None:
@@ -129,13 +130,13 @@ class StepMetrics:
 
     def _refuse(self, error: Exception) -> list[Leaf]:
         """Keep an error until all ranks know of it, and return the first microbatch's leaves."""
-        self._error = self._error or error
+        self.error = self.error or error
         return self._first()[1:] if self._seen else []
 
     def raise_refused(self) -> None:
         """Raise a kept error, in a single process."""
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
 
     def message(self, size: int) -> Tensor:
         """Return this rank's message, a vector of shape (26,), for an all-reduce over `size` ranks.
@@ -215,7 +216,9 @@ class StepMetrics:
 
         On a GPU it takes one copy, and one kernel for each leaf, because launches are slow.
         """
-        weighted = [(v, [c] * self._weighted + [1] * len(v)) for v, c in seen if c]  # 0 * NaN is NaN
+        weighted = [
+            (v, [c] * self._weighted + [1] * len(v)) for v, c in seen if c
+        ]  # 0 * NaN is NaN
         rows = [weighted_numbers(leaves, weights) for leaves, weights in weighted]
         first, sums = self._first(), list(front)
         near = rows if None not in rows and first[0].is_cpu else []
@@ -234,12 +237,12 @@ class StepMetrics:
 
     def structure(self) -> str:
         """Return a text of the metrics' structure, which differs on a rank with an error."""
-        return self._text or "" if self._error is None else f"refused on rank {world().rank}"
+        return self._text or "" if self.error is None else f"refused on rank {world().rank}"
 
     def facts(self) -> dict[str, object]:
         """Return the step and the structure of metrics; raise a kept error."""
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         return {"step": self.step, "metrics": self._text or "none"}
 
 

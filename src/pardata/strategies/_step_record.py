@@ -41,5 +41,6 @@ def record_of(layer: object) -> StepRecord:
 
 def update_record(layer: nn.Module, found: Mapping[str, Any]) -> None:
     """Change attributes of the record, after a step has succeeded."""
-    if found:
-        _records[layer] = replace(record_of(layer), **found)
+    record = record_of(layer)
+    if any(getattr(record, name) != value for name, value in found.items()):
+        _records[layer] = replace(record, **found)

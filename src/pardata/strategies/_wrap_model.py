@@ -143,7 +143,7 @@ def _check(model: nn.Module, chosen: Strategy, settings: WrapOptions) -> None:
         msg = f"`model` must not be wrapped yet, but (a part of) {type(model).__name__} is: {cure}"
         raise ValueError(msg)
     options = inspect.signature(chosen.options_of()).parameters.keys()
-    allowed = {*options, *chosen.extra_options} - {"module"}
+    allowed = {*options, *chosen.extra_options} - {"module", "options"}
     for name in sorted(settings.options.keys() - allowed):
         raise TypeError(
             f"strategy {chosen.name!r} has no option {name!r}: it has {', '.join(sorted(allowed))}"

@@ -48,7 +48,9 @@ class BufferMeans:
         self._counts = self._flat(start, self._counting, torch.int64)
         self._counted = torch.zeros_like(self._counts)  # the change by the first microbatch
         values = [self._before, self._counts] if start and self._device.type == "cpu" else []
-        self.digest = zlib.crc32(b"".join(map(bytes_of, values)), zlib.crc32(str(self.shapes).encode()))
+        self.digest = zlib.crc32(
+            b"".join(map(bytes_of, values)), zlib.crc32(str(self.shapes).encode())
+        )
         self._stack = TreeStack[Tensor](layout.count, Tensor.add_)
         self._sizes = [0, len(self._before), 4 * len(self._counts)]
 
@@ -76,7 +78,7 @@ class BufferMeans:
             leaf = torch.cat([leaf, change * microbatch.count])
         if microbatch.number >= 0:  # not for a placeholder
             span = microbatch.number, microbatch.number + 1
-            self._stack.push(span, leaf if microbatch.count else None)
+            self._stack.push(span, leaf if microbatch.count else torch.full_like(leaf, IDENTITY))
 
     def rows(self) -> Tensor:
         """Return this rank's subtree sums, of shape (max(1, subtrees), length)."""
@@ -85,8 +87,7 @@ class BufferMeans:
         size = sum(self._sizes[:2])
         # A failed rank has other subtrees, but no rank uses the result then.
         for row, (_, subtree) in zip(rows, self._stack.subtrees, strict=False):
-            if subtree is not None:
-                row[:size] = subtree
+            row[:size] = subtree
         # As 16-bit words, which each dtype represents exactly. Zeros on ranks but the first.
         if self._counting:
             rows[0, size : sum(self._sizes)] = self._counted.view(torch.int16)
@@ -99,7 +100,8 @@ class BufferMeans:
             sums: the tree sum of all ranks' rows, of shape (length,).
             total: the count of all microbatches of all ranks.
         """
-        values, changes, words = sums[: sum(self._sizes)].split(self._sizes)
+        parts: list[Tensor] = [*sums[: sum(self._sizes)].split(self._sizes)]
+        values, changes, words = parts
         if self._start:
             now = self._now()
             counts = self._counts + words.to(torch.int16).view(torch.int64)
@@ -137,7 +139,9 @@ def _set_flat(buffers: Iterable[Tensor], values: Tensor) -> None:
     """Set buffers to the parts of a vector, in few kernels."""
     if held := list(buffers):
         parts = values.split([buffer.numel() for buffer in held])
-        torch._foreach_copy_(held, [part.view(b.shape) for part, b in zip(parts, held, strict=True)])
+        torch._foreach_copy_(
+            held, [part.view(b.shape) for part, b in zip(parts, held, strict=True)]
+        )
 
 
 def _shapes(buffers: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:

@@ -4,23 +4,24 @@ Does not keep the bits between different kernels: processors, torch versions, nu
 Several processes train in a DDP whose communication hook sums gradients in a fixed order.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
 
 from pardata._validation import check_int
 from pardata.environment._device import checked_device
-from pardata.model._torch_internals import sync_batch_norms, versions_of
+from pardata.model._torch_internals import name_of, parameters_of, sync_batch_norms, versions_of
 from pardata.model._transparent import TransparentWrapper
 from pardata.model._unwrap import Wrapper, unwrap
 from pardata.store._round import Facts
 from pardata.strategies._ddp import DdpStrategy, HookedDDP
-from pardata.strategies._forward import active_model, check_nested
+from pardata.strategies._forward import active_model, check_nested, running_step
 from pardata.strategies._strategy import WrapOptions, broadcast_weights
 from pardata.strategies.exact._exact_step import ExactStep
-from pardata.strategies.exact._gradient_guard import GradientGuard
 from pardata.strategies.exact._numerics import numerics_error, numerics_record
 
 # Each step gets new buckets, and ``.grad`` is a part of them. So gradients need not be copied back,
@@ -28,6 +29,50 @@ from pardata.strategies.exact._numerics import numerics_error, numerics_record
 _NEW_BUCKETS = {"gradient_as_bucket_view": True, "lazy_bucket_allocation": True}
 
 _RECORD = "exact"  # the key of the record in the metadata of a state dict
+
+
+class GradientGuard:
+    """Raises in a backward that is not of a step. Its copies have hooks on the copied parameters.
+
+    Args:
+        module: the module whose parameters get hooks.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._hooked = set[nn.Parameter]()
+        self.extend()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return GradientGuard, (self.module,)
+
+    def extend(self) -> None:
+        """Register a hook on each new parameter, also on frozen ones: they may be trained later."""
+        for parameter in parameters_of(self.module):
+            can_be_trained = parameter.is_floating_point() or parameter.is_complex()
+            if can_be_trained and parameter not in self._hooked and not parameter.is_inference():
+                trained = parameter.requires_grad
+                # Weak, because the parameter may outlive its wrapper.
+                hook = partial(_check_step, ref(self))
+                parameter.requires_grad_().register_post_accumulate_grad_hook(hook)
+                parameter.requires_grad_(trained)
+                self._hooked.add(parameter)
+
+
+def _check_step(guarded_by: "ref[GradientGuard]", parameter: nn.Parameter) -> None:
+    """Raise unless the step that runs now trains the parameter."""
+    guard, step = guarded_by(), running_step()
+    if guard is None or parameter in getattr(step, "trained", ()):
+        return
+    parameter.grad = None  # it is not reduced, and a later `backward` would add to it
+    name = name_of(parameter, guard.module.named_parameters())
+    if step is not None and step.module is guard.module:
+        msg = f"what is trained must not change in a step of 'exact', but `{name}` did: call "
+        msg += "requires_grad_() before backward"
+    else:
+        msg = f"under strategy 'exact' only `pardata.backward` must run a backward, but `{name}` "
+        msg += "got another gradient: call backward(model, loss_fn, batch)"
+    raise RuntimeError(msg)
 
 
 class ExactModel(TransparentWrapper):
@@ -77,12 +122,7 @@ class ExactModel(TransparentWrapper):
 
 
 class ExactModule(ExactModel, Wrapper):
-    """The wrapper in a single process, in which DDP's `bucket_cap_mb` has no effect."""
-
-    def __init__(
-        self, module: nn.Module, *, threads: int = 1, bucket_cap_mb: float | None = None
-    ) -> None:
-        super().__init__(module, threads=threads)
+    """The wrapper in a single process."""
 
 
 class ExactDDP(ExactModel, HookedDDP):
@@ -98,6 +138,8 @@ class ExactStrategy(DdpStrategy):
     name = "exact"
     step = ExactStep
     wrapper = ExactModel
+    replicated = ExactDDP
+    extra_options = frozenset({"bucket_cap_mb"})
     needs_group = takes_devices = False
 
     def check(self, model: nn.Module, settings: WrapOptions) -> None:
@@ -118,14 +160,8 @@ class ExactStrategy(DdpStrategy):
             raise refusal
         return numerics_record(device)
 
-    def options_of(self) -> Callable[..., object]:
-        return ExactModule
-
     def wrap(self, model: nn.Module, settings: WrapOptions) -> nn.Module:
         if settings.world.size == 1:
-            return ExactModule(model, **settings.options)
+            return ExactModule(model, threads=settings.options.get("threads", 1))
         broadcast_weights(model)
         return super().wrap(model, settings)
-
-    def replicate(self, model: nn.Module, **options: Any) -> nn.Module:
-        return ExactDDP(model, **options)

@@ -4,6 +4,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -23,7 +24,7 @@ from pardata.strategies._step import microbatch_seed
 from pardata.strategies.exact._buffer_means import BufferMeans
 from pardata.strategies.exact._numerics import numerics_error
 from pardata.strategies.exact._tree_all_reduce import TreeAllReduce, TreeLayout
-from pardata.strategies.exact._tree_gradients import Bucket, TreeGradients
+from pardata.strategies.exact._tree_gradients import TreeGradients
 
 # ruff: noqa: SLF001  # the wrapper's own names are private, so as not to hide names of the module
 
@@ -38,10 +39,8 @@ class ExactStep(DdpStep):
     and then all raise one. A single process has no DDP.
     """
 
-    _hashes: tuple[Tensor, Any] | None = None  # the hash of this step, and its all-reduce
-    _agreed: bool | None = None  # the result of the comparison of all ranks
+    _comparison: Any = None  # the all-reduce of the hash of this step
     _num_words = 0  # the length of the means behind the last bucket; 0 if sent separately
-    _failed: Exception | None = None  # kept, until all ranks know of it
     grads_are_averaged, has_ordered_sums = False, True
     gradients_are_final = False
 
@@ -57,7 +56,7 @@ class ExactStep(DdpStep):
             raise RuntimeError(msg)
         self._begin_replica()
         # Raised in the step, so that other ranks get an error too.
-        self._failed = numerics_error(self.model, self.layer._threads)
+        self.metrics.error = numerics_error(self.model, self.layer._threads)
 
     @contextmanager
     def synchronized(self) -> Iterator[None]:
@@ -73,28 +72,27 @@ class ExactStep(DdpStep):
             except Exception as error:
                 if has_lost_peer(error):
                     raise
-                self._failed = error  # raised later, because the other ranks wait
+                self.metrics.error = error  # raised later, because the other ranks wait
 
     def _begin(self) -> None:
         if self.loss_weights.dropped_samples:
-            self._failed = self._failed or ValueError(
+            self.metrics.error = self.metrics.error or ValueError(
                 "under 'exact' `collate_fn` must keep all samples, but left some out: pass `count`"
             )
         self.layer._guard.extend()
         # A tied parameter is listed twice.
         self.trained = dict.fromkeys(p for p in parameters_of(self.module) if p.requires_grad)
-        if self.size > 1:
-            self.layer._renew_if_changed(self.trained)
+        if self.size > 1 and not self.layer._reduced.are(self.trained):
+            reducer.renew_reducer(self.layer, as_built=False)
         self._layout = TreeLayout(len(self.batch.counts))
         self._gradients = TreeGradients(list(self.trained), self._layout)
         self._means = BufferMeans(self.module, self._layout)
-        self._waiting: list[Bucket] = []
+        self._waiting: list[tuple[list[Tensor], Tensor, Future[Tensor]]] = []
 
     @contextmanager
     def microbatch(self, microbatch: Microbatch) -> Iterator[None]:
         """Seed Python's and NumPy's generators too, and collect gradients."""
-        if self._failed is not None:
-            raise self._failed
+        self.metrics.raise_refused()
         is_last = microbatch is self.loss_weights.microbatches[-1]
         counts = microbatch.count > 0
         seed_generators(microbatch_seed(self.batch, microbatch.number), default_generators()[:-1])
@@ -111,64 +109,47 @@ class ExactStep(DdpStep):
         self._means.add(microbatch, self.metrics.last())
         super().end_forward(microbatch)
 
-    def check_buffers(self) -> None:
-        """Raise for a buffer that a forward has changed, in a single process too."""
-
-        def refuse(text: str) -> None:
-            raise RuntimeError(f"under strategy 'exact' {text}")
-
-        self._refuse_buffers(refuse)
-
     def send(self) -> None:
         """Start the comparison of all ranks, before the last backward."""
         if self.size > 1:
             self._compare()
 
     def _compare(self) -> None:
-        """Start to compare the steps of all ranks: hashes are equal if W times one is their sum."""
-        # After an error on a GPU each kernel may raise it again.
-        key = f"rank {world().rank} has failed" if self._failed else self._key()
-        self._hash = zlib.crc32(key.encode())
+        """Start to compare the steps of all ranks, by hashes."""
+        self._hash = zlib.crc32(self._key().encode())
         group, device = cpu_group_and_device(world())
-        number = torch.tensor(self._hash, dtype=torch.float64, device=device)
-        self._hashes = number, dist.all_reduce(number, group=group, async_op=True)
-
-    def _is_compared(self) -> bool:
-        """Return whether ranks can be compared without a wait."""
-        return self._hashes is not None and self._hashes[1].is_completed()
+        self._hashes = torch.tensor(self._hash, dtype=torch.float64, device=device)
+        self._comparison = dist.all_reduce(self._hashes, group=group, async_op=True)
 
     def _agree(self) -> bool:
         """Return whether all ranks run the same step, and none has failed. Waits."""
-        if self._agreed is None and self._hashes is not None:
-            number, work = self._hashes
-            work.wait()
-            self._agreed = number.item() == self.size * self._hash
-        return bool(self._agreed)
+        self._comparison.wait()
+        return bool(self._hashes.item() == self.size * self._hash)
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
         """Start the sum of a bucket, or keep it until ranks are compared.
 
         DDP's communication hook calls it.
         """
-        buffer = bucket.buffer()
+        buffer, is_last = bucket.buffer(), bucket.is_last()
         done = Future[Tensor](devices=None if buffer.is_cpu else [buffer.device])
-        self._waiting.append(Bucket(bucket.parameters(), buffer, done))
-        if not bucket.is_last() and not self._is_compared():
+        self._waiting.append((bucket.parameters(), buffer, done))
+        if not is_last and not self._comparison.is_completed():
             return done
         if not self._agree():
             raise _NotAgreedError
         waiting, self._waiting = self._waiting, []
-        tail = self._tail(buffer) if bucket.is_last() else None
         for one in waiting:
-            self._gradients.send(one, tail if one.done is done else None)
-        if bucket.is_last():
+            at_end = is_last and one[-1] is done
+            self._gradients.send(*one, self._tail(buffer) if at_end else buffer.new_empty(0))
+        if is_last:
             self._gradients.finish()
         return done
 
-    def _tail(self, buffer: Tensor) -> Tensor | None:
+    def _tail(self, buffer: Tensor) -> Tensor:
         """Return the flags and rows of this rank, to send behind the last bucket.
 
-        None on all ranks if a separate collective is faster.
+        Empty on all ranks if a separate collective is faster.
         """
         flags, rows = self._flags_and_rows()
         how = self._layout
@@ -176,46 +157,39 @@ class ExactStep(DdpStep):
         is_small = buffer.numel() <= reducer.SMALL and words.numel() <= _MOST and buffer.is_cpu
         # In an all-to-all, ranks without a subtree send nothing.
         if not is_small or not (how.is_plain or min(how.counts) > 0):
-            return None
+            return buffer.new_empty(0)
         self._num_words = words.numel()
         return torch.cat([flags, words])
 
     def _flags_and_rows(self) -> tuple[Tensor, Tensor]:
         """Return flags, whether this rank failed or used each parameter, and its rows of means."""
-        flags = [self._failed is not None, *self._gradients.used()]
+        flags = [self.metrics.error is not None, *self._gradients.used()]
         return torch.tensor(flags, dtype=torch.float32, device="cpu"), self._means.rows()
 
     def _finish(self) -> None:
         """Finish the sums over all ranks, or raise on every rank. Collective."""
         if self.size > 1:
-            self._require_agreement()
+            if self._comparison is None:  # this rank has failed before
+                self._compare()
+            if not self._agree():
+                self._raise_difference()
             self._gradients.complete()
-            if self._failed is None:
+            if self.metrics.error is None:
                 super()._finish()
-            elif self._gradients.received is None:
-                raise self._failed
-        elif self._failed is not None:
-            raise self._failed
-        else:
-            self.metrics.raise_refused()
-        (any_failed, *self._used), self._sums = self._totals()
-        if any_failed:
-            self.metrics.replica.raise_difference("backward", self._facts)
-        if self._failed is not None:  # after its last bucket
-            raise self._failed
+        if self.metrics.error is None or self._gradients.is_finished:
+            (any_failed, *self._used), self._totals = self._reduced()
+            if any_failed:
+                self._raise_difference()
+        self.metrics.raise_refused()  # in a single process, or after its last bucket
 
-    def _require_agreement(self) -> None:
-        """Raise on every rank if a rank has failed before its last backward, or ranks differ."""
-        if self._hashes is None:
-            self._compare()
-        if not self._agree():
-            self.metrics.replica.raise_difference("backward", self._facts)
+    def _raise_difference(self) -> None:
+        self.metrics.replica.raise_difference("backward", self._facts)
 
-    def _totals(self) -> tuple[list[bool], Tensor]:
+    def _reduced(self) -> tuple[list[bool], Tensor]:
         """Return the flags and the sums of means of all ranks. Collective if they were not sent."""
         if self._num_words:
             sizes = 1 + len(self.trained), self._num_words
-            flags, words = self._gradients.received[: sum(sizes)].split(sizes)
+            flags, words = self._gradients.tail[: sum(sizes)].split(sizes)
             rows = reducer.from_words(words, len(self._layout.spans))
             return (flags > 0).tolist(), self._layout.total(rows)
         flags, rows = self._flags_and_rows()
@@ -230,7 +204,7 @@ class ExactStep(DdpStep):
     def _take_means(self) -> None:
         """Set gradients, buffers and means."""
         total = self.loss_weights.global_total()
-        self.metrics.set_means(self._means.apply(self._sums, total), total)
+        self.metrics.set_means(self._means.apply(self._totals, total), total)
         self._gradients.set_gradients(self._used)
         if self.size > 1:
             self.metrics.spoil(self.metrics.replica.differs_on_device(None))
@@ -252,8 +226,6 @@ class ExactStep(DdpStep):
 
     def _facts(self) -> Facts:
         """Return the facts of `_key`, except the state of the replica; raise a kept error."""
-        if self._failed is not None:
-            raise self._failed
         facts = {"microbatches": self.batch.counts, "earlier calls": self.batch.runs}
         return {**self.metrics.facts(), **facts, **self._means.facts()}
 

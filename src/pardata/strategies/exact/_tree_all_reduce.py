@@ -37,27 +37,24 @@ class TreeStack(Generic[_T]):
         add: returns the sum of two values; may write to the left one.
 
     Attributes:
-        subtrees: the remaining subtrees: their range of leaves and their sum, None if all their
-            leaves are None.
+        subtrees: the remaining subtrees: their range of leaves and their sum.
     """
 
     def __init__(self, count: int, add: Callable[[_T, _T], _T]) -> None:
         self._nodes, self._add = _nodes(count), add
-        self.subtrees: list[tuple[Span, _T | None]] = []
+        self.subtrees: list[tuple[Span, _T]] = []
 
-    def push(self, span: Span, value: _T | None) -> None:
-        """Add the value of the next leaves, `span`; None leaves the bits of the other half."""
+    def push(self, span: Span, value: _T) -> None:
+        """Add the value of the next leaves, `span`."""
         start, high = span
         while self.subtrees and (self.subtrees[-1][0][0], high) in self._nodes:
             (start, _), left = self.subtrees.pop()
-            if left is not None:
-                value = left if value is None else self._add(left, value)
+            value = self._add(left, value)
         self.subtrees.append(((start, high), value))
 
     def total(self) -> _T:
-        """Return the sum of all leaves, at least one of which must have a value."""
+        """Return the sum of all leaves."""
         ((_, total),) = self.subtrees
-        assert total is not None  # noqa: S101  # the caller's duty
         return total
 
 

@@ -4,7 +4,7 @@ Does not support sparse gradients.
 """
 
 from collections.abc import Iterable
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +18,6 @@ _Gradients: TypeAlias = dict[Tensor, Tensor]
 _AHEAD = 2  # buckets in flight before the first is summed, which bounds the memory of received rows
 
 
-class Bucket(NamedTuple):
-    """A bucket of DDP: the gradients of its parameters, and where their sums are awaited."""
-
-    parameters: list[Tensor]
-    buffer: Tensor
-    done: Future[Tensor]
-
-
 class TreeGradients:
     """The gradients of this rank's microbatches, and their sums over all ranks.
 
@@ -37,18 +29,19 @@ class TreeGradients:
         layout: the layout of the step.
 
     Attributes:
-        received: the sums over all ranks of the numbers behind the last bucket, padded; None until
-            all buckets are summed.
+        is_finished: whether all buckets are summed over all ranks.
+        tail: the sums over all ranks of the numbers behind the last bucket, padded.
     """
 
-    received: Tensor | None = None
+    is_finished = False
+    tail: Tensor
 
     def __init__(self, parameters: list[nn.Parameter], layout: TreeLayout) -> None:
         self._params, self._layout = parameters, layout
         self._stack = TreeStack[_Gradients](layout.count, _added)
         self._last_counts = False
         self._used, self._unused = set[Tensor](), set[Tensor]()  # before the last microbatch, in it
-        self._sent: list[tuple[TreeAllReduce, Bucket]] = []
+        self._sent: list[tuple[TreeAllReduce, Tensor, Future[Tensor]]] = []
 
     def keep(self, number: int, *, counts: bool) -> None:
         """Move the gradients of a microbatch from ``.grad`` to the tree, if it counts."""
@@ -78,49 +71,62 @@ class TreeGradients:
         in_last = set(self._params) - self._unused if self._last_counts else set()
         return [p in self._used or p in in_last for p in self._params]
 
-    def send(self, bucket: Bucket, tail: Tensor | None) -> None:
-        """Start the sum of a bucket, and of the numbers `tail` behind it. Collective."""
+    def send(
+        self, parameters: list[Tensor], buffer: Tensor, done: Future[Tensor], tail: Tensor
+    ) -> None:
+        """Start the sum of a bucket, for DDP to wait for. Collective.
+
+        Args:
+            parameters: the parameters of the bucket.
+            buffer: their gradients in the last microbatch, to which earlier ones are added.
+            done: gets the sums over all ranks.
+            tail: numbers to send behind them, equally many on each rank.
+        """
         if not self._last_counts:
-            bucket.buffer.fill_(IDENTITY)
-        sums = _views(_wide(bucket.buffer), bucket.parameters)
+            buffer.fill_(IDENTITY)
+        sums = _views(_wide(buffer), parameters)
         # Removed, so that their memory is free as soon as they are added.
-        earlier = [_popped(kept or {}, sums) for _, kept in self._stack.subtrees]
+        earlier = [_popped(kept, sums) for _, kept in self._stack.subtrees]
         apart = max(self._layout.local_count - 1, 0)
         for kept in reversed(earlier[apart:]):  # the last microbatch completes these subtrees
             _added(kept, sums)
-        rows = self._rows(bucket.buffer, [*earlier[:apart], sums], tail)
-        self._sent.append((TreeAllReduce(self._layout, rows), bucket))
+        rows = self._rows(buffer, [*earlier[:apart], sums], tail)
+        self._sent.append((TreeAllReduce(self._layout, rows), buffer, done))
         if len(self._sent) > _AHEAD:
             self._sent[-1 - _AHEAD][0].add()
 
-    def _rows(self, buffer: Tensor, subtrees: list[_Gradients], tail: Tensor | None) -> Tensor:
-        """Return the sums of this rank's subtrees, as `TreeLayout.rows`; the last is in `buffer`."""
-        flat, count = _wide(buffer), buffer.numel()
-        if tail is None and flat is buffer and len(subtrees) == 1 and not count % self._layout.size:
+    def _rows(self, buffer: Tensor, subtrees: list[_Gradients], tail: Tensor) -> Tensor:
+        """Return the sums of this rank's subtrees, as `TreeLayout.rows`; one is in `buffer`."""
+        flat, count, behind = _wide(buffer), buffer.numel(), buffer.numel() + tail.numel()
+        if (
+            flat is buffer
+            and len(subtrees) == 1
+            and count == behind
+            and not count % self._layout.size
+        ):
             return flat.view(1, -1)
-        behind = count + (0 if tail is None else tail.numel())
         rows = self._layout.rows(behind, flat.dtype, flat.device)
         # A failed rank has other subtrees, but no rank uses the result then.
         for row, sums in zip(rows, subtrees, strict=False):
             if len(sums) < len(subtrees[-1]):
                 row.fill_(IDENTITY)
-            into = _views(row, [*subtrees[-1]])
             if sums:
-                torch._foreach_copy_([into[p] for p in sums], list(sums.values()))  # as optimizers do
+                into = _views(row, subtrees[-1])
+                torch._foreach_copy_([into[p] for p in sums], [*sums.values()])  # as optimizers do
         rows[:, count:] = IDENTITY
-        if tail is not None:
-            rows[0, count:behind] = tail
+        rows[0, count:behind] = tail
         return rows
 
     def finish(self) -> None:
         """Finish the sums of all buckets, which DDP then copies to ``.grad``."""
-        for tree, _ in self._sent[-_AHEAD:]:
+        for tree, _, _ in self._sent[-_AHEAD:]:
             tree.add()
-        for tree, (_, buffer, done) in self._sent:
+        for tree, buffer, done in self._sent:
             sums, count = tree.result(), buffer.numel()
-            self.received = sums[count:]
+            self.tail = sums[count:]
             done.set_result(sums[:count].to(buffer.dtype))
         self._sent.clear()
+        self.is_finished = True
 
     def set_gradients(self, used: list[bool]) -> None:
         """Set ``.grad`` to the sums, in a single process; to None where no rank has used it."""
@@ -146,9 +152,9 @@ def _views(flat: Tensor, parameters: Iterable[Tensor]) -> _Gradients:
     views: _Gradients = {}
     end = 0
     for parameter in parameters:
-        # As in DDP: dense, although the parameter may not be.
-        dense = parameter if parameter.is_contiguous() else torch.empty_like(parameter, device="meta")
-        real = _real(dense)
+        # Its layout in DDP, which is dense, although the parameter may not be.
+        is_plain = parameter.is_contiguous()
+        real = _real(parameter if is_plain else torch.empty_like(parameter, device="meta"))
         views[parameter] = flat.as_strided(real.shape, real.stride(), flat.storage_offset() + end)
         end += real.numel()
     return views

@@ -89,8 +89,8 @@ def wrap_model(
             classes. ``blocks="auto"`` makes a block of each module in an outermost
             ``ModuleList``, if that list holds more than a tenth of the parameters. ``replicate`` is
             how many copies of the shards there are (1). ``"exact"``: ``threads`` (1), the same at
-            every world size. ``"none"`` ignores the options of the others, so that one call serves
-            every world size.
+            every world size, and ``bucket_cap_mb``. ``"none"`` ignores the options of the others,
+            so that one call serves every world size.
 
     Raises:
         TypeError: `model` is no module, or an option is unknown.

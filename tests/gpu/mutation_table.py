@@ -213,6 +213,12 @@ MUTATIONS = {
         "            pass\n        assert",
         f"{TRAINING} -k over_every_backend",
     ),
+    "the comparison of exact is read before it is there": Mutation(
+        "strategies/exact/_exact_step.py",
+        "        self._comparison.wait()\n",
+        "",
+        "tests/strategies/test_exact_step.py",
+    ),
     "sums of small numbers are read before they are there": Mutation(
         "collectives/_fingerprint.py",
         "                work.wait()\n",

@@ -189,7 +189,7 @@ def _single(model: nn.Module, loss_fn: LossFn, batch: Any, scaler: GradScaler | 
     with StashedGradients(parameters_of(model)), fork_torch_rng(microbatch_seed(batch, first)):
         with forbidden_in(batch):
             returned = loss_fn(model, microbatch)
-        metrics = StepMetrics(record_of(model).structures)
+        metrics = StepMetrics(model)
         loss = metrics.add(returned, 1, microbatch)
         metrics.raise_refused()
         (loss if scaler is None else scaler.scale(loss)).backward()

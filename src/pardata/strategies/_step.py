@@ -69,7 +69,7 @@ class Step(Replicas):
         super().__init__(layer)
         self.model, self.module = model, wrapper_chain(model)[-1]
         self.scaler, self.batch = scaler, batch
-        self.metrics = StepMetrics(self.record.structures)
+        self.metrics = StepMetrics(layer)
         self._writes = BufferWrites(layer)
         self.looks = not self.record.is_checked
         self._prepare()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from pardata._pytree import KeyPath, keystr, leaves_with_path, map_with_path
 from pardata.collectives._all_reduce import cast_like, shape_text, unflatten_like, weighted_numbers
@@ -19,6 +19,7 @@ from pardata.environment._world import world
 from pardata.model._replica_state import ReplicaState
 from pardata.strategies._forward import scalar_loss, upcast
 from pardata.strategies._loss_weights import positive
+from pardata.strategies._step_record import record_of
 
 # Layout of the message, of shape (26,): the count, 3 hashes, their squares, 19 weighted sums.
 _HASHES = 3
@@ -70,10 +71,10 @@ class StepMetrics:
     """The losses and metrics of this rank's microbatches, and their means over all ranks.
 
     Args:
-        structures: the last structures in earlier steps of the model, which are not checked again.
+        layer: the layer that belongs to the model's strategy.
 
     Attributes:
-        structures: with that of this step.
+        structures: the last structures in steps of the model, which are not checked again.
         step: the step and its loader, as a text that ranks compare; "" if unknown.
         count: the count of this rank's microbatches.
         total: the count of all ranks' microbatches; a tensor on a GPU.
@@ -90,8 +91,8 @@ class StepMetrics:
     error: Exception | None = None
     _means: list[Tensor] | None = None  # the means of the loss, and of the leaves of metrics
 
-    def __init__(self, structures: tuple[str, ...]) -> None:
-        self.structures = structures
+    def __init__(self, layer: nn.Module) -> None:
+        self.structures = record_of(layer).structures
         self._seen: list[tuple[list[Leaf], float]] = []
         # Number of leaves weighted like the loss; totals and counts of each `Mean` follow.
         self._weighted = 1

@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 import pardata
 from pardata import backward, fingerprint, load_weights, unwrap, world, wrap_model
 from pardata.model._unwrap import Wrapper, wrapper_chain
+from pardata.strategies._wrap_model import strategy_of
 from pardata.strategies.exact._exact import ExactModel
 from pardata.strategies.exact._numerics import numerics_record
 
@@ -403,16 +404,21 @@ def test_the_probe_detects_a_kernel_that_rounds_differently(name):
     assert [key for key in now if before[key] != now[key]] == ["a probe of its arithmetic"]
 
 
-def test_a_resume_with_other_settings_of_kernels_is_an_error():
+def resumed_with_other_settings():
     name = "torch.backends.cuda.matmul.fp32_precision"
     kept = "pardata.strategies.exact._numerics.kernel_settings"
     model = wrap_model(seeded(), "exact")
     with patch(kept, lambda _: {name: "ieee"}):
-        state = through_a_file(model.state_dict())
+        state = through_a_file(strategy_of(model).state_dict(model))
         model.load_state_dict(state)
     changed = patch(kept, lambda _: {name: "tf32"})
     with changed, pytest.raises(ValueError, match=f"{name} was 'ieee' and is 'tf32': resume"):
         model.load_state_dict(state)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_resume_with_other_settings_of_kernels_is_an_error(size):
+    run(resumed_with_other_settings, world_size=size)
 
 
 # What a state dict records

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pardata._validation import type_with_article
 from pardata.environment._world import require_world, store_client
 from pardata.model._torch_internals import set_versions, versions_of
-from pardata.model._unwrap import ShardedModule, Wrapper, wrapper_chain
+from pardata.model._unwrap import ShardedModule, Versioned, wrapper_chain
 from pardata.store._round import exchange
 
 # Parts of names that wrappers add.
@@ -36,7 +36,7 @@ def load_full(model: nn.Module, given: object, *, strict: bool, assign: bool) ->
         raise ValueError(NO_ASSIGN)
     state = _read_state(given)
     for layer in wrapped:
-        if isinstance(layer, Wrapper):
+        if isinstance(layer, Versioned):
             for facts in versions_of(state).values():
                 layer.check_versions(facts)
     return LoadedKeys(*plain.load_state_dict(_renamed(state, plain), strict=strict, assign=assign))

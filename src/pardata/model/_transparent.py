@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pardata.environment._device import in_backward
 from pardata.environment._logger import get_logger
 from pardata.model._state_dict import NO_ASSIGN, LoadedKeys, load_full
-from pardata.model._unwrap import Wrapper, unwrap
+from pardata.model._unwrap import Versioned, unwrap
 
 _log = get_logger(__name__)
 
@@ -95,7 +95,7 @@ class TransparentWrapper(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kw: Any) -> None:
         # Called if the wrapper is a child of the module that loads. PyTorch then looks for keys
         # with the wrapper's prefix, so the keys are renamed in `state_dict` first.
-        if isinstance(self, Wrapper):
+        if isinstance(self, Versioned):
             self.check_versions(args[0])
         if args[0].get("assign_to_params_buffers"):
             raise ValueError(NO_ASSIGN)

@@ -21,8 +21,12 @@ class Wrapper(nn.Module):
         """Run the module."""
         return self.module(*inputs, **kwargs)
 
+
+class Versioned:
+    """The base class of wrappers that record facts in the metadata of a state dict."""
+
     def check_versions(self, facts: Mapping[str, Any]) -> None:
-        """Raise if the metadata of a state dict forbids to load it; does nothing by default."""
+        """Raise if the metadata forbids to load it."""
 
 
 class ShardedModule(ABC):  # noqa: B024  # only for isinstance

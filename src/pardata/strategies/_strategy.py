@@ -12,7 +12,7 @@ from pardata.environment._logger import get_logger
 from pardata.environment._world import World
 from pardata.model._grads_and_buffers import broadcast_coalesced
 from pardata.model._state_dict import load_full
-from pardata.model._unwrap import Wrapper, unwrap, wrapper_chain
+from pardata.model._unwrap import Versioned, wrapper_chain
 from pardata.store._round import Facts
 from pardata.strategies._step import Step
 
@@ -72,9 +72,10 @@ class Strategy(ABC):
 
     def state_dict(self, model: nn.Module) -> Mapping[str, Any]:
         """Return the state dict for a checkpoint, with the names of the module inside."""
-        # A wrapper of pardata records in the metadata how the model was trained.
-        ours: list[nn.Module] = [x for x in wrapper_chain(model) if isinstance(x, Wrapper)]
-        state: Mapping[str, Any] = (ours or [unwrap(model)])[0].state_dict()
+        # The metadata says how the model was trained.
+        chain = wrapper_chain(model)
+        layers: list[nn.Module] = [layer for layer in chain if isinstance(layer, Versioned)]
+        state: Mapping[str, Any] = [*layers, chain[-1]][0].state_dict()
         return state
 
     load = staticmethod(load_full)  # called by `load_weights`

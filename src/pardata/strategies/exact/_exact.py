@@ -16,7 +16,7 @@ from pardata._validation import check_int
 from pardata.environment._device import checked_device
 from pardata.model._torch_internals import name_of, parameters_of, sync_batch_norms, versions_of
 from pardata.model._transparent import TransparentWrapper
-from pardata.model._unwrap import Wrapper, unwrap
+from pardata.model._unwrap import Versioned, Wrapper, unwrap
 from pardata.store._round import Facts
 from pardata.strategies._ddp import DdpStrategy, HookedDDP
 from pardata.strategies._forward import active_model, check_nested, running_step
@@ -75,7 +75,7 @@ def _check_step(guarded_by: "ref[GradientGuard]", parameter: nn.Parameter) -> No
     raise RuntimeError(msg)
 
 
-class ExactModel(TransparentWrapper):
+class ExactModel(Versioned, TransparentWrapper):
     """The base class of wrappers of a module whose gradients only `pardata.backward` sets.
 
     Args:

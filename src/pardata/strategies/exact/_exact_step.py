@@ -97,7 +97,7 @@ class ExactStep(DdpStep):
         counts = microbatch.count > 0
         seed_generators(microbatch_seed(self.batch, microbatch.number), default_generators()[:-1])
         if is_last and self.size > 1:
-            self._gradients.begin_last(counts=counts)
+            self._gradients.last_counts = counts
             yield
         else:
             with super().microbatch(microbatch) if self.size > 1 else nullcontext():

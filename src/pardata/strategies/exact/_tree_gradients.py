@@ -29,17 +29,17 @@ class TreeGradients:
         layout: the layout of the step.
 
     Attributes:
+        last_counts: whether the last microbatch, whose gradients `send` gets, counts.
         is_finished: whether all buckets are summed over all ranks.
         tail: the sums over all ranks of the numbers behind the last bucket, padded.
     """
 
-    is_finished = False
+    last_counts = is_finished = False
     tail: Tensor
 
     def __init__(self, parameters: list[nn.Parameter], layout: TreeLayout) -> None:
         self._params, self._layout = parameters, layout
         self._stack = TreeStack[_Gradients](layout.count, _added)
-        self._last_counts = False
         self._used, self._unused = set[Tensor](), set[Tensor]()  # before the last microbatch, in it
         self._sent: list[tuple[TreeAllReduce, Tensor, Future[Tensor]]] = []
 
@@ -56,10 +56,6 @@ class TreeGradients:
         if number >= 0:  # not a placeholder
             self._stack.push((number, number + 1), kept)
 
-    def begin_last(self, *, counts: bool) -> None:
-        """Begin the last microbatch, whose gradients `send` gets."""
-        self._last_counts = counts
-
     def complete(self) -> None:
         """Run a backward for the parameters that the last microbatch has not used."""
         self._unused = {parameter for parameter in self._params if parameter.grad is None}
@@ -68,7 +64,7 @@ class TreeGradients:
 
     def used(self) -> list[bool]:
         """Return for each parameter whether a microbatch of this rank that counts has used it."""
-        in_last = set(self._params) - self._unused if self._last_counts else set()
+        in_last = set(self._params) - self._unused if self.last_counts else set()
         return [p in self._used or p in in_last for p in self._params]
 
     def send(
@@ -82,11 +78,11 @@ class TreeGradients:
             done: gets the sums over all ranks.
             tail: numbers to send behind them, equally many on each rank.
         """
-        if not self._last_counts:
+        if not self.last_counts:
             buffer.fill_(IDENTITY)
         sums = _views(_wide(buffer), parameters)
         # Removed, so that their memory is free as soon as they are added.
-        earlier = [_popped(kept, sums) for _, kept in self._stack.subtrees]
+        earlier = [{p: kept.pop(p) for p in sums if p in kept} for _, kept in self._stack.subtrees]
         apart = max(self._layout.local_count - 1, 0)
         for kept in reversed(earlier[apart:]):  # the last microbatch completes these subtrees
             _added(kept, sums)
@@ -158,10 +154,6 @@ def _views(flat: Tensor, parameters: Iterable[Tensor]) -> _Gradients:
         views[parameter] = flat.as_strided(real.shape, real.stride(), flat.storage_offset() + end)
         end += real.numel()
     return views
-
-
-def _popped(gradients: _Gradients, wanted: _Gradients) -> _Gradients:
-    return {parameter: gradients.pop(parameter) for parameter in wanted if parameter in gradients}
 
 
 def _added(left: _Gradients, right: _Gradients) -> _Gradients:

@@ -129,9 +129,11 @@ class ExactDDP(ExactModel, HookedDDP):
     """The wrapper in several processes: a `DistributedDataParallel` with a communication hook."""
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
-        new_buckets = _NEW_BUCKETS if torch.__version__ >= "2.15" else {}
+        # On a CPU small buckets are sent early, and take little memory at a time.
+        ours = {"bucket_cap_mb": 4} if next(module.parameters()).is_cpu else {}
+        ours |= _NEW_BUCKETS if torch.__version__ >= "2.15" else {}
         # PyTorch would broadcast complex weights, which gloo cannot.
-        super().__init__(module, init_sync=False, **new_buckets, **options)
+        super().__init__(module, init_sync=False, **{**ours, **options})
 
 
 class ExactStrategy(DdpStrategy):

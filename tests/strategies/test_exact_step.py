@@ -704,3 +704,15 @@ def graphs_of_a_step():
 
 def test_dynamo_does_not_split_a_compiled_model():
     assert run(graphs_of_a_step, world_size=2) == [1, 1]
+
+
+def under_no_sync():
+    model = seeded(smooth)
+    with model.no_sync(), refused("`backward` must run without no_sync()"):
+        one_step(model)
+    return one_step(model)
+
+
+def test_a_step_under_no_sync_raises_on_every_rank():
+    first, second = run(under_no_sync, world_size=2)
+    assert first == second

@@ -18,7 +18,7 @@ from pardata.rng._rng_state import ForkedRng, default_generators, seed_generator
 from pardata.store._rank_errors import has_lost_peer
 from pardata.store._round import Facts
 from pardata.strategies import _ddp_reducer as reducer
-from pardata.strategies._ddp import DdpStep
+from pardata.strategies._ddp import DdpStep, HookedDDP
 from pardata.strategies._loss_weights import Microbatch
 from pardata.strategies._step import microbatch_seed
 from pardata.strategies.exact._buffer_means import BufferMeans
@@ -45,16 +45,17 @@ class ExactStep(DdpStep):
     gradients_are_final = False
 
     def _prepare(self) -> None:
-        self.size = world().size
         if not isinstance(self.batch, Microbatches):
             msg = "`batch` must be Microbatches under strategy 'exact', but is a "
             msg += f"{type(self.batch).__name__}: pass microbatch_size to make_loader"
             raise TypeError(msg)
-        if self.size > 1 and not hasattr(self.layer, "reducer"):
-            msg = f"the model must be wrapped in a world of {self.size} ranks, but was in one "
-            msg += "process: call wrap_model(unwrap(model), 'exact')"
+        if isinstance(self.layer, HookedDDP):
+            super()._prepare()
+        elif world().size > 1:
+            msg = "`model` must be wrapped in this world, but was in one process: wrap it again"
             raise RuntimeError(msg)
-        self._begin_replica()
+        else:
+            self._begin_replica()
         # Raised in the step, so that other ranks get an error too.
         self.metrics.error = numerics_error(self.model, self.layer._threads)
 

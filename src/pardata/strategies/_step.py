@@ -166,8 +166,8 @@ class Step(Replicas):
 
     def check_buffers(self) -> None:
         """Warn of a buffer that a forward has changed by a part of the batch, or raise."""
-        is_whole = self.size == len(self.loss_weights.microbatches) == 1
-        if (is_whole and not self.has_ordered_sums) or not (name := self._writes.find()):
+        is_global_batch = self.size == len(self.loss_weights.microbatches) == 1
+        if (is_global_batch and not self.has_ordered_sums) or not (name := self._writes.find()):
             return
         msg = "a forward must change no floating-point buffer in `backward`, but has changed "
         msg += f"`{name}` by a part of the batch: return the statistic as a metric (a tensor, or "

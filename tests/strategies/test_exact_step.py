@@ -6,11 +6,13 @@ one step, and what it returns must be the same everywhere.
 
 import contextlib
 import functools
+import gc
 import hashlib
 import math
 import random
 import traceback
 import warnings
+import weakref
 from unittest.mock import patch
 
 import numpy as np
@@ -716,3 +718,24 @@ def under_no_sync():
 def test_a_step_under_no_sync_raises_on_every_rank():
     first, second = run(under_no_sync, world_size=2)
     assert first == second
+
+
+def held_after_an_error():
+    """Return whether what a `loss_fn` that failed has computed is still in memory."""
+    computed = []
+
+    def failing(model, batch):
+        hidden = model(batch[0])
+        computed.append(weakref.ref(hidden))
+        raise OSError("no such file")
+
+    model = seeded(smooth)
+    gc.disable()
+    with refused("no such file"):
+        one_step(model, failing)
+    return computed[0]() is not None
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_failed_step_holds_no_tensor(size):
+    assert not any(run(held_after_an_error, world_size=size))

@@ -79,7 +79,7 @@ class StepMetrics:
         count: the count of this rank's microbatches.
         total: the count of all ranks' microbatches; a tensor on a GPU.
         replica: the state of this replica, if there are several.
-        error: an error of this rank, kept until all ranks know of it.
+        errors: errors of this rank, kept until all ranks know of them.
     """
 
     step: str = ""
@@ -88,11 +88,11 @@ class StepMetrics:
     _text: str | None = None  # the structure of the metrics
     _metrics: Any = None
     _paths: tuple[KeyPath, ...] = ()
-    error: Exception | None = None
     _means: list[Tensor] | None = None  # the means of the loss, and of the leaves of metrics
 
     def __init__(self, layer: nn.Module) -> None:
         self.structures = record_of(layer).structures
+        self.errors: list[Exception] = []
         self._seen: list[tuple[list[Leaf], float]] = []
         # Number of leaves weighted like the loss; totals and counts of each `Mean` follow.
         self._weighted = 1
@@ -131,13 +131,13 @@ class StepMetrics:
 
     def _refuse(self, error: Exception) -> list[Leaf]:
         """Keep an error until all ranks know of it, and return the first microbatch's leaves."""
-        self.error = self.error or error
+        self.errors.append(error)
         return self._first()[1:] if self._seen else []
 
     def raise_refused(self) -> None:
-        """Raise a kept error, in a single process."""
-        if self.error is not None:
-            raise self.error
+        """Raise the first kept error, and drop it: its traceback holds the tensors of the step."""
+        if self.errors:
+            raise self.errors.pop(0)
 
     def message(self, size: int) -> Tensor:
         """Return this rank's message, a vector of shape (26,), for an all-reduce over `size` ranks.
@@ -238,12 +238,11 @@ class StepMetrics:
 
     def structure(self) -> str:
         """Return a text of the metrics' structure, which differs on a rank with an error."""
-        return self._text or "" if self.error is None else f"refused on rank {world().rank}"
+        return f"refused on rank {world().rank}" if self.errors else self._text or ""
 
     def facts(self) -> dict[str, object]:
         """Return the step and the structure of metrics; raise a kept error."""
-        if self.error is not None:
-            raise self.error
+        self.raise_refused()
         return {"step": self.step, "metrics": self._text or "none"}
 
 

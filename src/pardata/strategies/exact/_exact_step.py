@@ -57,7 +57,7 @@ class ExactStep(DdpStep):
         else:
             self._begin_replica()
         # Raised in the step, so that other ranks get an error too.
-        self.metrics.error = numerics_error(self.model, self.layer._threads)
+        self.metrics.errors += filter(None, [numerics_error(self.model, self.layer._threads)])
 
     @contextmanager
     def synchronized(self) -> Iterator[None]:
@@ -73,13 +73,14 @@ class ExactStep(DdpStep):
             except Exception as error:
                 if has_lost_peer(error):
                     raise
-                self.metrics.error = error  # raised later, because the other ranks wait
+                self.metrics.errors.append(error)  # raised later, because the other ranks wait
 
     def _begin(self) -> None:
         if self.loss_weights.dropped_samples:
-            self.metrics.error = self.metrics.error or ValueError(
+            msg = (
                 "under 'exact' `collate_fn` must keep all samples, but left some out: pass `count`"
             )
+            self.metrics.errors.append(ValueError(msg))
         self.layer._guard.extend()
         # A tied parameter is listed twice.
         self.trained = dict.fromkeys(p for p in parameters_of(self.module) if p.requires_grad)
@@ -164,7 +165,7 @@ class ExactStep(DdpStep):
 
     def _flags_and_rows(self) -> tuple[Tensor, Tensor]:
         """Return flags, whether this rank failed or used each parameter, and its rows of means."""
-        flags = [self.metrics.error is not None, *self._gradients.used()]
+        flags = [bool(self.metrics.errors), *self._gradients.used()]
         return torch.tensor(flags, dtype=torch.float32, device="cpu"), self._means.rows()
 
     def _finish(self) -> None:
@@ -175,9 +176,9 @@ class ExactStep(DdpStep):
             if not self._agree():
                 self._raise_difference()
             self._gradients.complete()
-            if self.metrics.error is None:
+            if not self.metrics.errors:
                 super()._finish()
-        if self.metrics.error is None or self._gradients.is_finished:
+        if not self.metrics.errors or self._gradients.is_finished:
             (any_failed, *self._used), self._totals = self._reduced()
             if any_failed:
                 self._raise_difference()

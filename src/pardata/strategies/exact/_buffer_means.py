@@ -52,7 +52,7 @@ class BufferMeans:
             b"".join(map(bytes_of, values)), zlib.crc32(str(self.shapes).encode())
         )
         self._stack = TreeStack[Tensor](layout.count, Tensor.add_)
-        self._sizes = [0, len(self._before), 4 * len(self._counts)]
+        self._sizes = [0, self._before.numel(), 4 * self._counts.numel()]
 
     def facts(self) -> Facts:
         """Return the shapes and bits of the buffers at the start of the step, by name."""
@@ -76,22 +76,20 @@ class BufferMeans:
             same = (after == self._before) | (after.isnan() & self._before.isnan())
             change = (after - self._before).masked_fill_(same, IDENTITY)
             leaf = torch.cat([leaf, change * microbatch.count])
+        self._leaf = leaf if microbatch.count else torch.full_like(leaf, IDENTITY)
         if microbatch.number >= 0:  # not for a placeholder
-            span = microbatch.number, microbatch.number + 1
-            self._stack.push(span, leaf if microbatch.count else torch.full_like(leaf, IDENTITY))
+            self._stack.push((microbatch.number, microbatch.number + 1), self._leaf)
 
     def rows(self) -> Tensor:
         """Return this rank's subtree sums, of shape (max(1, subtrees), length)."""
-        rows = self._layout.rows(sum(self._sizes), self._dtype, self._device)
-        rows.fill_(IDENTITY)
-        size = sum(self._sizes[:2])
-        # A failed rank has other subtrees, but no rank uses the result then.
-        for row, (_, subtree) in zip(rows, self._stack.subtrees, strict=False):
-            row[:size] = subtree
+        sums = [subtree for _, subtree in self._stack.subtrees]
+        rows = torch.stack(sums or [self._leaf])
+        if not self._counting:
+            return rows
         # As 16-bit words, which each dtype represents exactly. Zeros on ranks but the first.
-        if self._counting:
-            rows[0, size : sum(self._sizes)] = self._counted.view(torch.int16)
-        return rows
+        words = torch.full((len(rows), self._sizes[2]), IDENTITY).to(rows)
+        words[0] = self._counted.view(torch.int16)
+        return torch.cat([rows, words], 1)
 
     def apply(self, sums: Tensor, total: float) -> Tensor:
         """Set the buffers to their means, and return the sums of loss and metrics.

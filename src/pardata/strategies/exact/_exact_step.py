@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import GradBucket
 from torch.futures import Future
 
@@ -23,7 +23,7 @@ from pardata.strategies._loss_weights import Microbatch
 from pardata.strategies._step import microbatch_seed
 from pardata.strategies.exact._buffer_means import BufferMeans
 from pardata.strategies.exact._numerics import numerics_error
-from pardata.strategies.exact._tree_all_reduce import TreeAllReduce, TreeLayout
+from pardata.strategies.exact._tree_all_reduce import IDENTITY, TreeAllReduce, TreeLayout
 from pardata.strategies.exact._tree_gradients import TreeGradients
 
 # ruff: noqa: SLF001  # the wrapper's own names are private, so as not to hide names of the module
@@ -195,7 +195,8 @@ class ExactStep(DdpStep):
             rows = reducer.from_words(words, len(self._layout.spans))
             return (flags > 0).tolist(), self._layout.total(rows)
         flags, rows = self._flags_and_rows()
-        sums = TreeAllReduce(self._layout, rows)
+        padding = 0, -rows.shape[1] % self.size  # each rank owns equally many elements
+        sums = TreeAllReduce(self._layout, nn.functional.pad(rows, padding, value=IDENTITY))
         if self.size > 1:
             group, device = cpu_group_and_device(world())
             flags = flags.to(device)

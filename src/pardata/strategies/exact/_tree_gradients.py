@@ -80,27 +80,24 @@ class TreeGradients:
         """
         if not self.last_counts:
             buffer.fill_(IDENTITY)
-        sums = _views(_wide(buffer), parameters)
+        flat = _wide(buffer)
+        sums = _views(flat, parameters)
         # Removed, so that their memory is free as soon as they are added.
         earlier = [{p: kept.pop(p) for p in sums if p in kept} for _, kept in self._stack.subtrees]
         apart = max(self._layout.local_count - 1, 0)
         for kept in reversed(earlier[apart:]):  # the last microbatch completes these subtrees
             _added(kept, sums)
-        rows = self._rows(buffer, [*earlier[:apart], sums], tail)
+        rows = self._rows(flat, [*earlier[:apart], sums], tail)
         self._sent.append((TreeAllReduce(self._layout, rows), buffer, done))
         if len(self._sent) > _AHEAD:
             self._sent[-1 - _AHEAD][0].add()
 
-    def _rows(self, buffer: Tensor, subtrees: list[_Gradients], tail: Tensor) -> Tensor:
-        """Return the sums of this rank's subtrees, as `TreeLayout.rows`; one is in `buffer`."""
-        flat, count, behind = _wide(buffer), buffer.numel(), buffer.numel() + tail.numel()
-        if (
-            flat is buffer
-            and len(subtrees) == 1
-            and count == behind
-            and not count % self._layout.size
-        ):
-            return flat.view(1, -1)
+    def _rows(self, flat: Tensor, subtrees: list[_Gradients], tail: Tensor) -> Tensor:
+        """Return the sums of this rank's subtrees, as `TreeLayout.rows`; the last are in `flat`."""
+        count, behind = flat.numel(), flat.numel() + tail.numel()
+        fits = self._layout.is_plain or not behind % self._layout.size
+        if len(subtrees) == 1 and fits:
+            return (torch.cat([flat, tail]) if tail.numel() else flat).view(1, -1)
         rows = self._layout.rows(behind, flat.dtype, flat.device)
         # A failed rank has other subtrees, but no rank uses the result then.
         for row, sums in zip(rows, subtrees, strict=False):

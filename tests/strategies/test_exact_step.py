@@ -739,3 +739,18 @@ def held_after_an_error():
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_failed_step_holds_no_tensor(size):
     assert not any(run(held_after_an_error, world_size=size))
+
+
+def in_other_calls():
+    model = seeded(smooth)
+    (batch,) = steps()
+    with refused("every rank must make the same calls in the same order"):
+        if world().rank:
+            pardata.all_reduce_mean(1.0)
+        else:
+            backward(model, loss_fn, batch)
+    return pardata.all_reduce_mean(1.0)
+
+
+def test_a_rank_in_another_call_is_an_error_on_every_rank():
+    assert run(in_other_calls, world_size=2) == [1.0, 1.0]

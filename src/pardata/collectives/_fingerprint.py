@@ -27,10 +27,10 @@ from pardata.store._round import compare_facts
 _T = TypeVar("_T")
 
 # Slots of the header, float64 of shape (64,): 3 hashes, their squares (or negatives), 58 numbers.
-_HEADER = 64
+HEADER = 64
 _HASHES = 3
-_FIRST = 2 * _HASHES
-PAYLOAD_SLOTS = _HEADER - _FIRST
+HASHED = 2 * _HASHES
+PAYLOAD_SLOTS = HEADER - HASHED
 
 # A dense tensor or a real number (a bool and a NumPy scalar are numbers).
 Leaf: TypeAlias = Tensor | float
@@ -107,10 +107,10 @@ class CheckedCollective:
 
         def sums() -> list[float]:
             back = wait()
-            if not fingerprints_match(back[:_FIRST]):
+            if not fingerprints_match(back[:HASHED]):
                 self._raise_mismatch()
                 self.wire_dtypes = [None] * len(self.leaves)  # only these differ
-            return back[_FIRST : _FIRST + len(numbers)]
+            return back[HASHED : HASHED + len(numbers)]
 
         return sums
 
@@ -142,7 +142,7 @@ class CheckedCollective:
         self, numbers: Sequence[float], op: Any, *, later: bool
     ) -> Callable[[], list[float]]:
         """Start the all-reduce of the header, of shape (64,); return a function that waits."""
-        sent = array("d", [*numbers, *[0.0] * (_HEADER - len(numbers))])
+        sent = array("d", [*numbers, *[0.0] * (HEADER - len(numbers))])
         # Faster than torch.tensor.
         header = torch.frombuffer(sent, dtype=torch.float64).to(self.device)
         work: Any = None

@@ -1,6 +1,5 @@
 """One step of `backward` under "exact", whose sums are in the order of a fixed tree."""
 
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket
 from torch.futures import Future
 
+from pardata.collectives import _fingerprint as fingerprint
 from pardata.data._microbatches import Microbatches
 from pardata.environment._world import cpu_group_and_device, world
 from pardata.model._torch_internals import parameters_of
@@ -118,15 +118,17 @@ class ExactStep(DdpStep):
 
     def _compare(self) -> None:
         """Start to compare the steps of all ranks, by hashes."""
-        self._hash = zlib.crc32(self._key().encode())
+        hashes = fingerprint.fingerprint_slots(f"backward {self._key()}", self.size)
         group, device = cpu_group_and_device(world())
-        self._hashes = torch.tensor(self._hash, dtype=torch.float64, device=device)
+        # As long as the header of each other call, so that a rank in another one gets an error.
+        self._hashes = torch.zeros(fingerprint.HEADER, dtype=torch.float64, device=device)
+        self._hashes[: fingerprint.HASHED] = torch.tensor(hashes, dtype=torch.float64)
         self._comparison = dist.all_reduce(self._hashes, group=group, async_op=True)
 
     def _agree(self) -> bool:
         """Return whether all ranks run the same step, and none has failed. Waits."""
         self._comparison.wait()
-        return bool(self._hashes.item() == self.size * self._hash)
+        return fingerprint.fingerprints_match(self._hashes[: fingerprint.HASHED].tolist())
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
         """Start the sum of a bucket, or keep it until ranks are compared.

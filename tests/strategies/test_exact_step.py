@@ -754,3 +754,26 @@ def in_other_calls():
 
 def test_a_rank_in_another_call_is_an_error_on_every_rank():
     assert run(in_other_calls, world_size=2) == [1.0, 1.0]
+
+
+def failing_in_the_last_backward():
+    is_last = world().rank == world().size - 1
+
+    def fail(_):
+        raise OSError("no such file")
+
+    def failing(model, batch):
+        loss = loss_fn(model, batch)
+        if is_last and len(batch[0]) == 2:  # the last microbatch, after ranks are compared
+            loss.register_hook(fail)
+        return loss
+
+    model = seeded(smooth)
+    with refused("no such file" if is_last else "failed in `backward`: OSError"):
+        one_step(model, failing)
+    return one_step(model)
+
+
+def test_an_error_in_the_last_backward_is_one_on_every_rank():
+    first, second = run(failing_in_the_last_backward, world_size=2)
+    assert first == second

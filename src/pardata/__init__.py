@@ -14,7 +14,7 @@ from pardata.collectives import (
     rank_zero_call,
     rank_zero_first,
 )
-from pardata.data import Loader, Microbatches, make_loader
+from pardata.data import Loader, Microbatches, Mixture, make_loader
 from pardata.environment import RankLogger, World, get_logger, world
 from pardata.environment._world import __version__ as __version__
 from pardata.model import LoadedKeys, unwrap
@@ -31,6 +31,7 @@ __all__ = [
     "Mean",
     "MetricWriter",
     "Microbatches",
+    "Mixture",
     "Progress",
     "RankLogger",
     "Restored",

@@ -8,7 +8,8 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, ClassVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 
@@ -37,6 +38,30 @@ def check_map_style(dataset: object, otherwise: str) -> None:
         msg = f"`dataset` must have `__getitem__` and `__len__`{otherwise}, but is "
         msg += f"{type_with_article(dataset)}: pass a list, or a Dataset with both"
         raise TypeError(msg)
+
+
+def vector_of(name: str, values: Any, length: int) -> Tensor:
+    """Return `length` numbers as a float64 tensor of shape (length,).
+
+    Raises:
+        TypeError, ValueError: they are no numbers ≥ 0 that have a finite sum, or not as many.
+    """
+    try:
+        given = values if hasattr(values, "__array__") else [float(number) for number in values]
+        numbers = torch.as_tensor(given, dtype=torch.float64, device="cpu").detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        kind = type_with_article(values)
+        raise TypeError(
+            f"`{name}` must be a sequence of numbers, but is {kind}: {error}"
+        ) from error
+    if numbers.shape != (length,):
+        msg = f"`{name}` must be {length} numbers, one for each sample, but is of shape "
+        raise ValueError(f"{msg}{tuple(numbers.shape)}: make it of the same samples")
+    if (wrong := ~(numbers >= 0)).any() or not numbers.sum().isfinite():
+        at = int(wrong.to(torch.uint8).argmax() if wrong.any() else numbers.argmax())
+        msg = f"`{name}` must be finite numbers of at least 0, but number {at} is {numbers[at]:g}"
+        raise ValueError(f"{msg}: look at what made them")
+    return numbers
 
 
 def check_bool(name: str, value: object) -> None:

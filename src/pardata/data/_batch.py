@@ -231,8 +231,10 @@ class UnevenShares:
             return
         batch_size, self.batch_size = self.batch_size, 0
         ranks = dist.get_world_size()
-        text = f"`batch_size` {batch_size} leaves {ranks} ranks shares that differ by one sample:"
-        text += f" call `pardata.backward`, which weights them, or choose a multiple of {ranks}"
+        text = f"`batch_size` {batch_size} leaves {ranks} ranks shares of unequal length: call "
+        text += (
+            f"`pardata.backward`, which weights them, or choose a multiple of {ranks}, no `cost`"
+        )
         _log.warning(text, ranks=[0], once=True)
 
 

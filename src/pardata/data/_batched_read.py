@@ -13,17 +13,18 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
+from pardata.data._mixture import Mixture
 from pardata.environment._device import without_wait
 
 # --- the parts of a dataset, and the default device
 
 
 def datasets_in(dataset: Any) -> Iterator[Any]:
-    """Yield a dataset, and those inside a ``Subset`` or ``ConcatDataset``."""
+    """Yield a dataset, and those inside a ``Subset``, ``ConcatDataset`` or `Mixture`."""
     yield dataset
     if isinstance(dataset, Subset):
         yield from datasets_in(dataset.dataset)
-    elif isinstance(dataset, ConcatDataset):
+    elif isinstance(dataset, ConcatDataset | Mixture):
         for joined in dataset.datasets:
             yield from datasets_in(joined)
 

@@ -7,9 +7,11 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
-from pardata._validation import check_bool, check_int, check_map_style
+from pardata._pytree import content_hash
+from pardata._validation import check_bool, check_int, check_map_style, vector_of
 from pardata.data._batch import uneven_shares
 from pardata.data._held_objects import listed_samples
+from pardata.data._mixture import Mixture
 from pardata.data._plan import Plan, local_range
 from pardata.data._sampler import length_of
 from pardata.data._step_source import DataLoaderOptions, check_files, worker_options
@@ -37,6 +39,7 @@ class LoaderConfig:
     microbatch_size: int | None
     sampler: Any
     batch_sampler: Iterable[Sequence[Any]] | None
+    cost: Sequence[float] | Callable[[int], float] | None
     sharded: bool
     num_workers: int | Literal["auto"]
     seed: int | None
@@ -49,8 +52,8 @@ class LoaderConfig:
 
     @property
     def trains(self) -> bool:
-        """Whether the order is that of a training: shuffled, or by a `sampler`."""
-        return bool(self.shuffle) or self.sampler is not None
+        """Whether the order is that of a training: shuffled, by a `sampler`, or of a `Mixture`."""
+        return bool(self.shuffle) or self.sampler is not None or isinstance(self.dataset, Mixture)
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,7 @@ def resolve(given: LoaderConfig) -> ResolvedConfig:
         numbered = initial, loader_counts[initial]
         compared = {"the length": plan.length, **{name: getattr(given, name) for name in _COMPARED}}
         compared["the listed samples"] = made[0].listed
+        compared["cost"] = None if plan.costs is None else content_hash([plan.costs])
         return {**compared, "drop_last": plan.drop_last, "numbered": numbered}
 
     def decide(facts_of_ranks: list[dict[str, Any]]) -> list[int]:
@@ -136,7 +140,7 @@ def _resolved(given: LoaderConfig, world: env.World, ranks: env.World) -> Resolv
     for name in _FLAGS:
         check_bool(name, getattr(given, name))
     _check_data(given)
-    plan = _plan(given, ranks, drop_last=drop_last)
+    plan = replace(_plan(given, ranks, drop_last=drop_last), costs=_costs(given))
     seed = 0 if given.seed is None else given.seed
     check_int("seed", seed)
     check_int("prefetch", given.prefetch, least=0)
@@ -174,6 +178,8 @@ def _check_data(given: LoaderConfig) -> None:
         if given.trains or given.batch_sampler is not None:
             msg = f"an IterableDataset must come without `shuffle` and samplers: shuffle in {kind}"
             raise ValueError(msg)
+        if given.cost is not None:
+            raise ValueError("`cost` must be None for an IterableDataset, which has no indices")
         return
     if given.sharded:
         raise ValueError(f"`sharded` must be False for data with indices, as {kind}: leave it out")
@@ -183,8 +189,20 @@ def _check_data(given: LoaderConfig) -> None:
         raise ValueError("`sampler` must not be a DistributedSampler: pass shuffle=True instead")
     if isinstance(sampler, BatchSampler):
         raise ValueError(f"`sampler` must not be a {name}: pass it as `batch_sampler` instead")
+    if given.shuffle and isinstance(dataset, Mixture):
+        raise ValueError("`shuffle` must be False with a Mixture, which shuffles: leave it out")
     if given.shuffle and sampler is not None:
         raise ValueError("`shuffle` must be False with a `sampler`, but is True: choose one")
+
+
+def _costs(given: LoaderConfig) -> torch.Tensor | None:
+    """Return the cost of each sample of the dataset, or None without a `cost`."""
+    dataset, cost = given.dataset, given.cost
+    if cost is None:
+        return None
+    length = sum(map(len, dataset.datasets)) if isinstance(dataset, Mixture) else len(dataset)
+    costs = [cost(index) for index in range(length)] if callable(cost) else cost
+    return vector_of("cost", costs, length).clone()  # which the user may change
 
 
 def _plan(given: LoaderConfig, ranks: env.World, *, drop_last: bool) -> Plan:
@@ -227,9 +245,10 @@ def _warn_of_idle_ranks(settings: ResolvedConfig) -> None:
         return  # a batch_sampler decides it
     # The number of microbatches in a step, or of samples without `microbatch_size`.
     count = -(-batch_size // (given.microbatch_size or 1))
+    is_uneven = batch_size % ranks or (ranks > 1 and plan.costs is not None)
     if count < ranks:
         idle = ", ".join(str(rank) for rank in range(ranks) if not local_range(count, rank, ranks))
         text = f"`microbatch_size` {given.microbatch_size} leaves rank(s) {idle} idle: lower it"
         _log.warning(text, ranks=[0], once=True)
-    elif given.microbatch_size is None and given.trains and batch_size % ranks:
+    elif given.microbatch_size is None and given.trains and is_uneven:
         uneven_shares.batch_size = batch_size

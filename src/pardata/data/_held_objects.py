@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from pardata._pytree import content_hash
 from pardata.data._batched_read import datasets_in
+from pardata.data._mixture import Mixture
 from pardata.rng._rng_state import numpy_or_none
 
 _MOST_BYTES = 2**28  # hashed of an array; of a list a 16th, as text
@@ -51,6 +52,17 @@ def open_files(name: str, holder: Any) -> Iterator[str]:
     return _paths(name, holder, is_open)
 
 
+def all_datasets(dataset: Any) -> list[Any]:
+    """Return `datasets_in` a dataset, and those in their attributes."""
+    layers = [*datasets_in(dataset)]
+    for layer in layers:  # more are appended meanwhile
+        held = {id(value): value for value in getattr(layer, "__dict__", {}).values()}
+        inner = (one for value in held.values() for one in datasets_in(value))
+        inner = (one for one in inner if isinstance(one, Dataset) and hasattr(one, "__len__"))
+        layers += [one for one in inner if all(one is not other for other in layers)]
+    return layers
+
+
 def listed_samples(dataset: Any, *, floats: bool = False) -> str:
     """Return a hash of what a dataset lists: files, indices, labels, and the numbers of classes.
 
@@ -63,13 +75,10 @@ def listed_samples(dataset: Any, *, floats: bool = False) -> str:
         floats: whether to hash also floats, and arrays of several dimensions, which may differ
             between ranks.
     """
-    layers = [] if isinstance(dataset, IterableDataset) else [*datasets_in(dataset)]
     columns: list[Any] = []
-    for layer in layers:  # more are appended meanwhile
+    for layer in [] if isinstance(dataset, IterableDataset) else all_datasets(dataset):
         held = {id(value): value for value in (layer, *getattr(layer, "__dict__", {}).values())}
-        inner = (one for value in held.values() for one in datasets_in(value))
-        inner = (one for one in inner if isinstance(one, Dataset) and hasattr(one, "__len__"))
-        layers += [one for one in inner if all(one is not other for other in layers)]
+        columns += [layer.facts()] if isinstance(layer, Mixture) else []
         for entries in chain(*(_vectors(x, len(layer), floats=floats) for x in held.values())):
             with suppress(RuntimeError):  # sparse tensors, and those on "meta", are no lists
                 columns += _columns(_some(entries), floats=floats)

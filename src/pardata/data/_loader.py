@@ -38,6 +38,7 @@ class WaitTimer:
         self._start = time.perf_counter()
         self._end: float | None = None
         self.samples, self.waited = 0, 0.0
+        self._shares = [0.0, 0.0, 0.0]  # sums of `StepInfo.shares`
 
     def timed_next(self, batches: Iterator[Any]) -> Any:
         """Return the next of `batches`, tuples that begin with the step, or `_END`."""
@@ -48,6 +49,13 @@ class WaitTimer:
             current_op.pop(before, batch[0])
         self.waited += self.seconds() - asked
         return batch
+
+    def count(self, step: StepInfo) -> None:
+        """Count the samples and shares of a step."""
+        self.samples += step.samples
+        self._shares = [
+            total + share for total, share in zip(self._shares, step.shares, strict=True)
+        ]
 
     def stop(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
         """Stop the timer, except at interpreter exit, when module globals may be gone."""
@@ -63,7 +71,11 @@ class WaitTimer:
         seconds = max(self.seconds(), 1e-9)
         share, rate = self.waited / seconds, self.samples / seconds
         waits = {"seconds": seconds, "wait_seconds": self.waited, "wait_share": share}
-        return {**waits, "samples": self.samples, "samples_per_second": rate}
+        largest, by_number, mean = self._shares
+        rates = (
+            {"imbalance": largest / mean, "imbalance_by_number": by_number / mean} if mean else {}
+        )
+        return {**waits, "samples": self.samples, "samples_per_second": rate, **rates}
 
 
 class Loader(FixedArguments):
@@ -201,7 +213,10 @@ class Loader(FixedArguments):
 
         ``seconds`` is the whole time. ``wait_seconds`` of it, the part ``wait_share``, were spent
         waiting for data; the loop took the rest. ``samples`` is how many were delivered over all
-        ranks, with ``samples_per_second``. Not collective.
+        ranks, with ``samples_per_second``. ``imbalance`` is the largest share of a rank over the
+        mean share, by `cost` or in samples: with 1.2 the slowest rank needs 20 % longer than with
+        equal shares. ``imbalance_by_number`` is that without `cost`. Both are absent before the
+        first step, and nan if `sharded`. Not collective.
         """
         return self._clock.stats()
 
@@ -239,7 +254,7 @@ class Loader(FixedArguments):
                 step, state, batch = clock.timed_next(batches)
                 if step is None:
                     break
-                clock.samples += step.samples
+                clock.count(step)
                 cursor.delivered(begun, step.samples, self._source.digest, state)
                 if self._plan.microbatch_size is None:  # `Microbatches` have their counts
                     delivered.add(batch, ReadRecord(step.local_samples, self._plan.size))
@@ -262,6 +277,7 @@ class Loader(FixedArguments):
             facts: dict[str, Any] = {"epoch": step.epoch, "step": step.number, "first": step.first}
             facts |= {"counts": self._plan.microbatch_sizes(step.samples)}
             facts |= {"seed": self._schema.facts["seed"], "size": self._plan.size}
+            facts["ranges"] = None if self._plan.costs is None else step.ranges
             read = batches if step.local_samples else ()
             facts |= {"missing": fetched.missing[: len(read)], "placeholder": batches[0]}
             return step, fetched.state, Microbatches(read, **facts)

@@ -12,6 +12,7 @@ import torch
 
 from pardata._pytree import map_with_path
 from pardata.data._batch import num_samples
+from pardata.data._plan import even_ranges
 from pardata.environment._world import require_world, store_client
 from pardata.store._round import exchange
 
@@ -31,6 +32,9 @@ class Microbatches(Sequence[_T]):
         counts: how many samples each microbatch of the whole step has, over all ranks.
         seed: of the loader.
         size: how many ranks share the step.
+        ranges: the numbers of the microbatches of each rank.
+        by_cost: whether the `cost` of `make_loader` decides the ranges. Otherwise their lengths
+            differ by at most one.
         runs: how many calls of `backward` have run it: each draws other random numbers.
         missing: how many samples of each microbatch here ``collate_fn`` has left out as None.
 
@@ -49,6 +53,7 @@ class Microbatches(Sequence[_T]):
         counts: Iterable[int],
         seed: int = 0,
         size: int = 1,
+        ranges: Sequence[range] | None = None,
         placeholder: _T | None = None,
         missing: Iterable[int] = (),
     ) -> None:
@@ -56,6 +61,8 @@ class Microbatches(Sequence[_T]):
         self.missing = tuple(missing) or (0,) * len(self._batches)
         self.epoch, self.step, self.first = epoch, step, first
         self.seed, self.size, self.runs = seed, size, 0
+        self.ranges = tuple(ranges or even_ranges(len(self.counts), size))
+        self.by_cost = ranges is not None
         self._others = placeholder
 
     @property

@@ -5,9 +5,15 @@ positions kB … min((k+1)B, N)-1 of that order, for every W. Each rank gets a c
 them.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from pardata.data._balanced_ranges import balanced_ranges
 
 
 def local_range(count: int, rank: int, size: int) -> range:
@@ -22,14 +28,27 @@ def local_range(count: int, rank: int, size: int) -> range:
     return range(-(-rank * count // size), -(-(rank + 1) * count // size))
 
 
+def even_ranges(count: int, size: int) -> tuple[range, ...]:
+    """Return the `local_range` of each of `size` ranks."""
+    return tuple(local_range(count, rank, size) for rank in range(size))
+
+
 class StepInfo(NamedTuple):
-    """A step as one rank sees it."""
+    """A step as one rank sees it.
+
+    Attributes:
+        ranges: the range of each rank: of microbatches, or of samples.
+        shares: the largest share of a rank, in samples or by `cost`; the largest if the ranges had
+            equal numbers; and the mean. Not known if each rank reads samples of its own.
+    """
 
     epoch: int
     number: int  # number within the epoch
     first: int  # number within the step of this rank's first microbatch, else 0
     local_samples: int  # samples of this rank; with 0 it reads a placeholder
     samples: int  # samples of the step over all ranks
+    ranges: tuple[range, ...] = ()
+    shares: tuple[float, float, float] = (math.nan, math.nan, 1.0)
 
 
 class FetchedStep(NamedTuple):
@@ -50,7 +69,8 @@ class Plan:
     and a share is a range of microbatches. Otherwise a share is a range of samples. A stream may
     have no `length`. A sampler's length replaces the dataset's in each epoch. With a
     ``batch_sampler``, which makes the steps, `batch_size` is 0. Step 0 begins at position `start`,
-    which is above 0 only in an epoch that is resumed with another batch size.
+    which is above 0 only in an epoch that is resumed with another batch size. With `costs`, one for
+    each sample of the dataset, shares have about equal costs in place of equal numbers.
     """
 
     length: int | None
@@ -60,6 +80,7 @@ class Plan:
     rank: int = 0
     size: int = 1
     start: int = 0
+    costs: Tensor | None = None
 
     def __len__(self) -> int:
         # Callers have a length and a batch size.
@@ -88,22 +109,32 @@ class Plan:
         return ((self.length or 0) - self.start) % self.batch_size if is_kept else 0
 
     def local_ranges(
-        self, samples: int, epoch: int = 0, number: int = 0
+        self, samples: int, epoch: int = 0, number: int = 0, costs: Sequence[float] | None = None
     ) -> tuple[StepInfo, list[range]]:
         """Return a step of `samples` samples, and this rank's ranges of them, one a microbatch.
 
         A rank without samples reads a placeholder. With microbatches it is the first one of the
         step, in case all ranks must run one. Otherwise it is the first sample, which gives an empty
-        batch its shape.
+        batch its shape. `costs` are those of the samples, by default 1.
         """
-        first, runs = 0, [local_range(samples, self.rank, self.size)]
-        if (size := self.microbatch_size) is not None:
-            numbers = local_range(-(-samples // size), self.rank, self.size)
-            first = numbers.start
-            runs = [range(samples)[n * size : (n + 1) * size] for n in numbers]
+        size = self.microbatch_size or 1
+        sums = range(samples + 1) if costs is None else [0.0, *accumulate(costs)]
+        sums = [*sums[:samples:size], sums[samples]]  # of microbatches
+        by_number = ranges = even_ranges(len(sums) - 1, self.size)
+        if costs is not None and sums[-1] > 0 and len(sums) > self.size:
+            ranges = balanced_ranges(sums, self.size)
+        local = ranges[self.rank]
+        runs = [range(samples)[n * size : (n + 1) * size] for n in local]
+        if self.microbatch_size is None:
+            runs = [range(local.start, local.stop)]
         local_samples = sum(map(len, runs))
-        runs = runs if local_samples else [range(samples)[: self.microbatch_size or 1]]
-        return StepInfo(epoch, number, first, local_samples, samples), runs
+        runs = runs if local_samples else [range(samples)[:size]]
+        first = 0 if self.microbatch_size is None else local.start
+        largest, usual = (
+            max(sums[r.stop] - sums[r.start] for r in each) for each in (ranges, by_number)
+        )
+        shares = largest, usual, sums[-1] / self.size
+        return StepInfo(epoch, number, first, local_samples, samples, ranges, shares), runs
 
     def microbatch_sizes(self, samples: int) -> tuple[int, ...]:
         """Return the sizes of all microbatches of a step of `samples` samples, over all ranks."""

@@ -6,17 +6,20 @@ Does not read the dataset, and communicates only for a user's sampler, whose ord
 import hashlib
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate, chain, islice, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch import Tensor
 from torch.utils.data import Sampler
 
 from pardata.data._batched_read import cpu_default_device
 from pardata.data._loader_state import Position
+from pardata.data._mixture import Mixture
 from pardata.data._plan import Plan, StepInfo
 from pardata.data._shuffle import Shuffle
 from pardata.environment._world import World, store_client
@@ -41,12 +44,14 @@ class EpochOrder(NamedTuple):
         shuffle: the permutation from positions to indices, if shuffled.
         drawn: the indices from a user's sampler, by position.
         digest: a hash of `drawn`.
+        to_samples: turns indices of a `Mixture`, its positions, into those of samples.
     """
 
     steps: Plan | Sequence[range]
     shuffle: Shuffle | None = None
     drawn: Sequence[Any] | None = None
     digest: str | None = None
+    to_samples: Callable[[Tensor], Tensor] | None = None
 
     def indices_at(self, runs: list[range]) -> Iterable[Indices]:
         """Return the indices at each range of positions: a list, or an int64 tensor (len(run),)."""
@@ -55,6 +60,15 @@ class EpochOrder(NamedTuple):
         positions = torch.cat([torch.arange(r.start, r.stop, device="cpu") for r in runs])
         indices = positions if self.shuffle is None else self.shuffle.at(positions)
         return list(indices.split([len(run) for run in runs]))
+
+    def samples_at(self, runs: list[range]) -> Iterable[Indices]:
+        """Return `indices_at`, but of a mixture the indices of its datasets' samples."""
+        indices, convert = self.indices_at(runs), self.to_samples
+        return (
+            [convert(torch.as_tensor(each, device="cpu")) for each in indices]
+            if convert
+            else indices
+        )
 
 
 class FetchRequest(NamedTuple):
@@ -80,6 +94,7 @@ class GlobalBatchSampler(Sampler[FetchRequest]):
         plan: the plan of the steps, unless a ``batch_sampler`` makes them.
         ranks: the world whose ranks must have the same order.
         sampler: the user's ``sampler`` or ``batch_sampler``, or None.
+        mixture: the dataset, if it is a `Mixture`.
         to_workers: whether worker processes get the requests.
         epoch: the order of the current epoch.
     """
@@ -89,6 +104,7 @@ class GlobalBatchSampler(Sampler[FetchRequest]):
     seed: int
     shuffle: bool
     sampler: Any
+    mixture: Mixture | None
     to_workers: bool
     epoch: EpochOrder = field(init=False)
     _looks_twice: bool = field(default=True, init=False)  # until the first epoch
@@ -117,17 +133,14 @@ class GlobalBatchSampler(Sampler[FetchRequest]):
 
     def __iter__(self) -> Iterator[FetchRequest]:
         plan, steps = self.plan, self.epoch.steps
-        cached: dict[int, tuple[StepInfo, list[range]]] = {}  # by how many samples a step has
         together = max(1, _AHEAD * plan.size // (plan.batch_size or _AHEAD))
         for start in range(self._first, len(steps), together):
             requested = []
-            for number in range(start, min(start + together, len(steps))):
-                positions = steps[number]
-                if (samples := len(positions)) not in cached:
-                    cached[samples] = plan.local_ranges(samples)
-                step, runs = cached[samples]
-                step = StepInfo(self._number, number, *step[2:])  # _replace takes twice as long
-                requested.append((step, [positions[run.start : run.stop] for run in runs]))
+            positions = [steps[n] for n in range(start, min(start + together, len(steps)))]
+            for number, (step, runs) in enumerate(self._planned(positions), start):
+                at = steps[number]
+                numbered = StepInfo(self._number, number, *step[2:])  # _replace takes twice as long
+                requested.append((numbered, [at[run.start : run.stop] for run in runs]))
             indices = iter(self.epoch.indices_at([run for _, runs in requested for run in runs]))
             if self.to_workers:
                 # As lists: each tensor would be sent in shared memory, by a file and system calls.
@@ -136,6 +149,16 @@ class GlobalBatchSampler(Sampler[FetchRequest]):
                 drawn_at = None if self.sampler is None else runs
                 yield FetchRequest(step, list(islice(indices, len(runs))), drawn_at)
 
+    def _planned(self, steps: list[range]) -> list[tuple[StepInfo, list[range]]]:
+        """Return for the positions of each step its shares, and the ranges of this rank."""
+        plan = self.plan
+        if plan.costs is None:
+            by_size = {size: plan.local_ranges(size) for size in {*map(len, steps)}}
+            return [by_size[len(step)] for step in steps]
+        samples = [torch.as_tensor(each) for each in self.epoch.samples_at(steps)]
+        costs = [plan.costs[each].tolist() for each in samples]
+        return [plan.local_ranges(len(each), costs=each) for each in costs]
+
     def fingerprint(self, epoch: int, delivered: int) -> str:
         """Return a hash of the indices at the first `delivered` positions of this epoch."""
         # The current epoch's order is kept, because the sampler may have changed since.
@@ -143,7 +166,7 @@ class GlobalBatchSampler(Sampler[FetchRequest]):
         length = self.plan.length if order.drawn is None else len(order.drawn)
         digest = hashlib.sha256(f"{length}:".encode())
         for start in range(0, delivered, _AHEAD):
-            (indices,) = order.indices_at([range(start, min(start + _AHEAD, delivered))])
+            (indices,) = order.samples_at([range(start, min(start + _AHEAD, delivered))])
             digest.update("".join(f"{index}," for index in as_list(indices)).encode())
         return digest.hexdigest()
 
@@ -157,19 +180,22 @@ class GlobalBatchSampler(Sampler[FetchRequest]):
 
         The ranks compare the order, because a user's sampler may differ between them.
         """
+        convert: Any = None
+        if (mixture := self.mixture) is not None:
+            convert = partial(mixture.indices_at, key=mixture.key(epoch, self.seed))
         if self.sampler is None:
             key = mix(self.seed, epoch)
             shuffle = Shuffle(self.plan.length or 0, key) if self.shuffle else None
-            return EpochOrder(self.plan, shuffle)
+            return EpochOrder(self.plan, shuffle, to_samples=convert)
         drawn, digest = self._agreed_order(epoch)
         if self.plan.batch_size:
             # A sampler's length may differ between epochs.
             plan = replace(self.plan, length=len(drawn))
             plan.check(shuffled=False)
-            return EpochOrder(plan, None, drawn, digest)
+            return EpochOrder(plan, None, drawn, digest, convert)
         ends = accumulate(map(len, drawn), initial=0)
         steps = [range(*pair) for pair in pairwise(ends)]
-        return EpochOrder(steps, None, list(chain.from_iterable(drawn)), digest)
+        return EpochOrder(steps, None, list(chain.from_iterable(drawn)), digest, convert)
 
     def _agreed_order(self, epoch: int) -> tuple[Sequence[Any], str]:
         """Return the sampler's order for this epoch, compared between the ranks, and its hash."""

@@ -36,7 +36,10 @@ class Shuffle:
         self._keys = [mix(key, number) & _WORD for number in range(_ROUNDS)]
         self._columns = math.isqrt(max(length - 1, 0)) + 1
         self._rows = -(-length // self._columns)
-        self._drawn = self._draw() if length <= _DRAWN else None
+        self._drawn = None
+        if length <= _DRAWN:
+            words = random_words(torch.arange(length, device="cpu"), key)
+            self._drawn = words.argsort(stable=True)
 
     def at(self, positions: Tensor) -> Tensor:
         """Return the numbers at `positions`; both are int64 tensors of shape (n,)."""
@@ -46,13 +49,6 @@ class Shuffle:
         while (outside := numbers >= self._length).any():
             numbers[outside] = self._permuted(numbers[outside])
         return numbers
-
-    def _draw(self) -> Tensor:
-        """Return the permutation, of shape (length,): numbers sorted by 62 random bits for each."""
-        keys = torch.tensor(self._keys[:4], device="cpu").view(2, 2, 1)
-        numbers = torch.arange(self._length, device="cpu")
-        words = _scrambled(_scrambled(numbers, keys[:, 0]), keys[:, 1])
-        return (words[0] * 2**31 + words[1]).argsort(stable=True)
 
     def _permuted(self, cells: Tensor) -> Tensor:
         """Return the Feistel permutation of cells of the grid; both are int64 of shape (n,)."""
@@ -66,7 +62,14 @@ class Shuffle:
         return sides[0] * self._columns + sides[1]
 
 
-def _scrambled(words: Tensor, key: Tensor | int) -> Tensor:
+def random_words(numbers: Tensor, key: int) -> Tensor:
+    """Return 62 random bits for each of `numbers`; both are int64 tensors of shape (n,)."""
+    first, second, third, fourth = (mix(key, number) & _WORD for number in range(4))
+    high = _scrambled(_scrambled(numbers, first), second)
+    return high * 2**31 + _scrambled(_scrambled(numbers, third), fourth)
+
+
+def _scrambled(words: Tensor, key: int) -> Tensor:
     """Return a 31-bit hash of each of `words`, int64 of shape (n,), by two multiply-shift rounds.
 
     The constants are from Wellons' "Prospecting for hash functions", 2018, here modulo 2**31.

@@ -264,7 +264,10 @@ class LossWeights(NamedTuple):
             both = zip(held, counted.rows, batch.numbers, strict=True)
             local = [Microbatch(data, row[""], number, row) for data, row, number in both]
         dropped_samples = count is None and [one.count for one in local] != planned
-        most = -(-len(batch.counts) // replicas.size)
+        if batch.by_cost and replicas.equal_microbatches:
+            msg = "`batch` must be shared by number under 'fsdp', where all ranks run as many "
+            raise ValueError(msg + "microbatches, but is shared by `cost`: leave it out")
+        most = max(map(len, batch.ranges))
         wanted = max(replicas.min_microbatches, most if replicas.equal_microbatches else 0)
         if len(local) < wanted and batch.placeholder is None:
             msg = f"a rank must have a microbatch to run if the others run one, but {batch!r} has "

@@ -86,7 +86,7 @@ class ExactStep(DdpStep):
         self.trained = dict.fromkeys(p for p in parameters_of(self.module) if p.requires_grad)
         if self.size > 1 and not self.layer._reduced.are(self.trained):
             reducer.renew_reducer(self.layer, as_built=False)
-        self._layout = TreeLayout(len(self.batch.counts))
+        self._layout = TreeLayout(self.batch.ranges)
         self._gradients = TreeGradients(list(self.trained), self._layout)
         self._means = BufferMeans(self.module, self._layout)
         self._waiting: list[tuple[list[Tensor], Tensor, Future[Tensor]]] = []
@@ -227,11 +227,12 @@ class ExactStep(DdpStep):
         """Return a text of the step, its structure and the replica, which ranks compare."""
         step, batch, metrics = self.metrics.step, self.batch, self.metrics.structure()
         replica = self.layer._reduced.text, self._means.digest, self.metrics.replica.text()
-        return repr((step, batch.counts, batch.runs, metrics, replica))
+        return repr((step, batch.counts, batch.ranges, batch.runs, metrics, replica))
 
     def _facts(self) -> Facts:
         """Return the facts of `_key`, except the state of the replica; raise a kept error."""
         facts = {"microbatches": self.batch.counts, "earlier calls": self.batch.runs}
+        facts["the microbatches of each rank"] = self.batch.ranges
         return {**self.metrics.facts(), **facts, **self._means.facts()}
 
 

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pardata.data._plan import local_range
 from pardata.environment._world import world
 
 _T = TypeVar("_T")
@@ -72,21 +71,21 @@ def _nodes(count: int) -> frozenset[Span]:
 
 
 @lru_cache
-def subtrees_by_rank(count: int, size: int) -> tuple[tuple[Span, ...], ...]:
-    """Return for each of `size` ranks the complete subtrees in its range of leaves.
+def subtrees_by_rank(ranges: tuple[range, ...]) -> tuple[tuple[Span, ...], ...]:
+    """Return for each rank the complete subtrees in its range of leaves.
 
-    >>> subtrees_by_rank(6, 2), subtrees_by_rank(4, 3)
-    ((((0, 3),), ((3, 6),)), (((0, 2),), ((2, 3),), ((3, 4),)))
+    >>> subtrees_by_rank((range(3), range(3, 6))), subtrees_by_rank((range(1), range(1, 4)))
+    ((((0, 3),), ((3, 6),)), (((0, 1),), ((1, 2), (2, 4))))
     """
-    stacks = [TreeStack[None](count, lambda _left, _right: None) for _ in range(size)]
-    for rank, stack in enumerate(stacks):
-        for number in local_range(count, rank, size):
+    stacks = [TreeStack[None](ranges[-1].stop, lambda _left, _right: None) for _ in ranges]
+    for leaves, stack in zip(ranges, stacks, strict=True):
+        for number in leaves:
             stack.push((number, number + 1), None)
     return tuple(tuple(span for span, _ in stack.subtrees) for stack in stacks)
 
 
 class TreeLayout:
-    """The layout of a tree sum over ranks, in a step of `count` microbatches.
+    """The layout of a tree sum over ranks, whose microbatches are in `ranges`.
 
     Each element of a vector has an owner. All ranks send it their subtree sums (all-to-all), it
     adds these in the order of the tree, and all gather the result. On two ranks with one subtree
@@ -100,10 +99,10 @@ class TreeLayout:
         is_plain: whether to use an all-reduce.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, ranges: tuple[range, ...]) -> None:
         current = world()
-        self.count, self.size = count, current.size
-        subtrees = subtrees_by_rank(count, current.size)
+        self.count, self.size = ranges[-1].stop, current.size
+        subtrees = subtrees_by_rank(ranges)
         self.spans = [span for spans in subtrees for span in spans]
         self.counts = list(map(len, subtrees))
         self.local_count, self.first = self.counts[current.rank], sum(self.counts[: current.rank])

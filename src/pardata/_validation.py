@@ -46,8 +46,9 @@ def vector_of(name: str, values: Any, length: int) -> Tensor:
     Raises:
         TypeError, ValueError: they are no numbers ≥ 0 that have a finite sum, or not as many.
     """
+    is_array = isinstance(values, Tensor) or type(values).__module__ == "numpy"
     try:
-        given = values if hasattr(values, "__array__") else [float(number) for number in values]
+        given = values if is_array else [float(number) for number in values]
         numbers = torch.as_tensor(given, dtype=torch.float64, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError) as error:
         kind = type_with_article(values)

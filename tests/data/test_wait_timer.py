@@ -67,6 +67,8 @@ def test_stats_tell_waiting_from_computing_of_each_epoch_anew():
                 "wait_share": 0.25,
                 "samples": 5,
                 "samples_per_second": 0.25,
+                "imbalance": 1.0,
+                "imbalance_by_number": 1.0,
             }
             assert loader.stats() == expected
         epoch(loader, clock, 3, steps=2)

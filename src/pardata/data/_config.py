@@ -19,6 +19,7 @@ from pardata.environment import _world as env
 from pardata.environment._device import checked_device
 from pardata.environment._logger import get_logger
 from pardata.rng._seeds import default_seed, loader_counts
+from pardata.store._rank_errors import type_and_message
 from pardata.store._round import exchange, raise_if_different
 
 _log = get_logger(__name__)
@@ -201,7 +202,10 @@ def _costs(given: LoaderConfig) -> torch.Tensor | None:
     if cost is None:
         return None
     length = sum(map(len, dataset.datasets)) if isinstance(dataset, Mixture) else len(dataset)
-    costs = [cost(index) for index in range(length)] if callable(cost) else cost
+    try:
+        costs = [cost(index) for index in range(length)] if callable(cost) else cost
+    except Exception as error:  # user code may raise anything
+        raise RuntimeError(f"`cost` failed: {type_and_message(error)}") from error
     return vector_of("cost", costs, length).clone()  # which the user may change
 
 

@@ -155,8 +155,12 @@ class GlobalBatchSampler(Sampler[FetchRequest]):
         if plan.costs is None:
             by_size = {size: plan.local_ranges(size) for size in {*map(len, steps)}}
             return [by_size[len(step)] for step in steps]
-        samples = [torch.as_tensor(each) for each in self.epoch.samples_at(steps)]
-        costs = [plan.costs[each].tolist() for each in samples]
+        samples = self.epoch.samples_at(steps)
+        try:
+            costs = [plan.costs[torch.as_tensor(each)].tolist() for each in samples]
+        except (IndexError, TypeError, ValueError) as error:
+            msg = f"`{self.name}` must yield indices below {len(plan.costs)}, of which each has a "
+            raise ValueError(f"{msg}`cost`, but: {error}") from error
         return [plan.local_ranges(len(each), costs=each) for each in costs]
 
     def fingerprint(self, epoch: int, delivered: int) -> str:

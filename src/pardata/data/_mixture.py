@@ -159,21 +159,22 @@ class Mixture(FixedArguments, Dataset[Any]):
             return indices
         start = chunk * self._chunk
         before, after = self._before(start), self._before(start + self._block)
-        first, ends = torch.tensor([before, after], device="cpu")
-        counts = ends - first
-        ends = counts.cumsum(0)
-        positions = torch.arange(self._chunk, device="cpu")
-        # A random order of the places in a block, in which the datasets follow each other.
-        words = random_words(start + positions, key).view(-1, self._block)
-        places = words.argsort(stable=True).argsort(stable=True).flatten()
-        sources = torch.searchsorted(ends, places, right=True)
-        draws = positions // self._block * counts[sources]
-        draws += places + (first - ends + counts)[sources]
-        indices, offset = torch.empty_like(draws), 0
-        for source, length in enumerate(self._lengths):
-            here = sources == source
-            indices[here] = offset + self._drawn(length, mix(key, source), draws[here])
+        counts = [end - first for first, end in zip(before, after, strict=True)]
+        sources = torch.arange(len(counts), device="cpu").repeat_interleave(
+            torch.tensor(counts, device="cpu")
+        )
+        positions = torch.arange(start, start + self._chunk, device="cpu")
+        order = random_words(positions, key).view(-1, self._block).argsort(stable=True)
+        # The random places of each dataset in a block, ascending, so that it is read in turn.
+        places = (sources * self._block + order).sort().values % self._block
+        found, offset = list[Tensor](), 0
+        for source, (first, count) in enumerate(zip(before, counts, strict=True)):
+            numbers = torch.arange(len(order) * count, device="cpu") + first
+            length = self._lengths[source]
+            drawn = offset + self._drawn(length, mix(key, source), numbers)
+            found.append(drawn.view(len(order), count))
             offset += length
+        indices = torch.empty_like(places).scatter_(1, places, torch.cat(found, 1)).flatten()
         self._kept = (chunk, key), indices
         return indices
 

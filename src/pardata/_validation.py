@@ -51,17 +51,13 @@ def vector_of(name: str, values: Any, length: int) -> Tensor:
         given = values if is_array else [float(number) for number in values]
         numbers = torch.as_tensor(given, dtype=torch.float64, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError) as error:
-        kind = type_with_article(values)
-        raise TypeError(
-            f"`{name}` must be a sequence of numbers, but is {kind}: {error}"
-        ) from error
-    if numbers.shape != (length,):
-        msg = f"`{name}` must be {length} numbers, one for each sample, but is of shape "
-        raise ValueError(f"{msg}{tuple(numbers.shape)}: make it of the same samples")
-    if (wrong := ~(numbers >= 0)).any() or not numbers.sum().isfinite():
-        at = int(wrong.to(torch.uint8).argmax() if wrong.any() else numbers.argmax())
-        msg = f"`{name}` must be finite numbers of at least 0, but number {at} is {numbers[at]:g}"
-        raise ValueError(f"{msg}: look at what made them")
+        msg = f"`{name}` must be a sequence of numbers, but is {type_with_article(values)}: {error}"
+        raise TypeError(msg) from error
+    total, shape = numbers.sum(), tuple(numbers.shape)
+    if shape != (length,) or not (numbers >= 0).all() or not total.isfinite():
+        least = min(numbers.flatten().tolist(), default=0)
+        msg = f"`{name}` must be finite numbers of at least 0, of shape ({length},), but is of "
+        raise ValueError(f"{msg}shape {shape}, from {least:g} up, with the sum {total:g}")
     return numbers
 
 

@@ -5,8 +5,7 @@ from itertools import accumulate, combinations, pairwise
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from pardata.data._balanced_ranges import balanced_ranges
-from pardata.data._plan import even_ranges
+from pardata.data._plan import balanced_ranges, even_ranges
 
 NUMBERS = st.integers(0, 20) | st.floats(0, 1e9)
 

@@ -37,6 +37,7 @@ IN_NAMES = {"own", "whole", "here", "left", "likes", "known"}
 RIGHT = {
     ("checkpoint/_manifest.py", "tell"),  # a method of files
     ("data/_sampler.py", "bisect_left"),
+    ("data/_plan.py", "bisect_left"),
     ("strategies/exact/_tree_gradients.py", "left"),  # of the two halves of a node
     ("strategies/exact/_tree_all_reduce.py", "left"),
     ("strategies/exact/_tree_all_reduce.py", "_left"),

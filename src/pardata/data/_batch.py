@@ -231,9 +231,9 @@ class UnevenShares:
             return
         batch_size, self.batch_size = self.batch_size, 0
         ranks = dist.get_world_size()
-        text = f"`batch_size` {batch_size} leaves {ranks} ranks shares of unequal length: call "
+        text = f"`batch_size` {batch_size} leaves {ranks} ranks unequal shares: call "
         text += (
-            f"`pardata.backward`, which weights them, or choose a multiple of {ranks}, no `cost`"
+            f"`pardata.backward`, which weights them, or pass a multiple of {ranks} and no `cost`"
         )
         _log.warning(text, ranks=[0], once=True)
 

@@ -206,7 +206,7 @@ def _costs(given: LoaderConfig) -> torch.Tensor | None:
         costs = [cost(index) for index in range(length)] if callable(cost) else cost
     except Exception as error:  # user code may raise anything
         raise RuntimeError(f"`cost` failed: {type_and_message(error)}") from error
-    return vector_of("cost", costs, length).clone()  # which the user may change
+    return vector_of("cost", costs, length).clone()  # the user may change it
 
 
 def _plan(given: LoaderConfig, ranks: env.World, *, drop_last: bool) -> Plan:

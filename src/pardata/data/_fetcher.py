@@ -119,12 +119,11 @@ class MapFetcher(Dataset[Any]):
 
     def _fetched(self, request: FetchRequest) -> FetchedStep:
         step, asked, positions = request
-        for mixture in self._mixtures:  # in each step, as another loader may read it too
-            mixture.set_epoch(step.epoch, self.collation.seed)
-        has_epoch = hasattr(self.dataset, "set_epoch") and not isinstance(self.dataset, Mixture)
-        if step.epoch != self._epoch and has_epoch:
+        if step.epoch != self._epoch and hasattr(self.dataset, "set_epoch"):
             # In a worker too, which has a copy of the dataset.
             self.collation.call("set_epoch", self.dataset.set_epoch, step.epoch, step)
+        for mixture in self._mixtures:  # in each step, as another loader may read it too
+            mixture.set_epoch(step.epoch, self.collation.seed)
         self._epoch = step.epoch
         if (read := self._batch_reader) is not None:
             batches = [self._call(read, torch.as_tensor(each, device="cpu")) for each in asked]

@@ -1,5 +1,6 @@
 """The loader: iterates over epochs, measures its waits, saves and restores its position."""
 
+import operator
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -53,9 +54,7 @@ class WaitTimer:
     def count(self, step: StepInfo) -> None:
         """Count the samples and shares of a step."""
         self.samples += step.samples
-        self._shares = [
-            total + share for total, share in zip(self._shares, step.shares, strict=True)
-        ]
+        self._shares = [*map(operator.add, self._shares, step.shares)]
 
     def stop(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
         """Stop the timer, except at interpreter exit, when module globals may be gone."""
@@ -72,10 +71,10 @@ class WaitTimer:
         share, rate = self.waited / seconds, self.samples / seconds
         waits = {"seconds": seconds, "wait_seconds": self.waited, "wait_share": share}
         largest, by_number, mean = self._shares
-        rates = (
-            {"imbalance": largest / mean, "imbalance_by_number": by_number / mean} if mean else {}
-        )
-        return {**waits, "samples": self.samples, "samples_per_second": rate, **rates}
+        stats = {**waits, "samples": self.samples, "samples_per_second": rate}
+        if mean:
+            stats |= {"imbalance": largest / mean, "imbalance_by_number": by_number / mean}
+        return stats
 
 
 class Loader(FixedArguments):
@@ -211,12 +210,11 @@ class Loader(FixedArguments):
     def stats(self) -> dict[str, float]:
         """Return how this rank's time was spent since the epoch in progress, or the last, began.
 
-        ``seconds`` is the whole time. ``wait_seconds`` of it, the part ``wait_share``, were spent
-        waiting for data; the loop took the rest. ``samples`` is how many were delivered over all
-        ranks, with ``samples_per_second``. ``imbalance`` is the largest share of a rank over the
-        mean share, by `cost` or in samples: with 1.2 the slowest rank needs 20 % longer than with
-        equal shares. ``imbalance_by_number`` is that without `cost`. Both are absent before the
-        first step, and nan if `sharded`. Not collective.
+        Of ``seconds``, ``wait_seconds``, the part ``wait_share``, were spent waiting for data.
+        ``samples`` is how many were delivered over all ranks, with ``samples_per_second``.
+        ``imbalance`` is the largest share over the mean, by `cost` or in samples, and
+        ``imbalance_by_number`` that without `cost`. Both are absent before the first step, and nan
+        if `sharded`. Not collective.
         """
         return self._clock.stats()
 

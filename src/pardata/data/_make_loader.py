@@ -16,7 +16,6 @@ from pardata.data._held_objects import held_generators
 from pardata.data._iterable_fetcher import IterableFetcher, LockstepSource
 from pardata.data._loader import Loader, Parts
 from pardata.data._loader_state import StateSchema
-from pardata.data._mixture import Mixture
 from pardata.data._sampler import GlobalBatchSampler
 from pardata.data._step_source import DataLoaderOptions, StepSource
 from pardata.environment._logger import get_logger
@@ -88,14 +87,13 @@ def make_loader(
             same on every rank. It replaces `batch_size`, `shuffle`, `sampler` and `drop_last`, and
             draws as a `sampler` does. Without `microbatch_size` each batch must have a sample for
             every rank.
-        cost: what each sample costs to train, in any unit: a sequence of numbers ≥ 0, one for each
-            sample (a list of lengths, a tensor of shape (len(dataset),)), or a function of an
-            index, which is called for all indices now. Each rank then gets consecutive microbatches
-            (without `microbatch_size`, samples) of about equal cost in place of equal number: of
-            all cuts, one whose largest share is smallest. Nothing that is trained changes: neither
-            batches nor order, microbatches, seeds and metrics. Each rank gets at least one
-            microbatch if there are enough. Of a `Mixture`, one for each sample of its datasets, one
-            dataset after the other.
+        cost: the cost to train each sample, in any unit: numbers ≥ 0 of shape (len(dataset),), a
+            list of lengths for example, or a function of an index. Ranks then get consecutive
+            microbatches of about equal cost, not of equal number; without `microbatch_size`,
+            samples. Of all such cuts, it is one whose largest share is smallest. Each rank gets at
+            least one microbatch if there are enough. Batches, order, microbatches, seeds and
+            metrics are those without `cost`. For a `Mixture` it has a number for each sample of its
+            datasets, one dataset after the other. The function is called for all indices at once.
         sharded: the ``IterableDataset`` yields, on each rank and worker, samples that no other
             yields. Each rank batches them in the order in which they come. The epoch ends when all
             ranks have run out, and a rank that ran out before gets empty batches. With `drop_last`
@@ -158,9 +156,8 @@ def _parts(settings: ResolvedConfig) -> Parts:
     if not isinstance(given.dataset, IterableDataset):
         sampler = given.sampler if given.batch_sampler is None else given.batch_sampler
         to_workers = workers["num_workers"] > 0
-        mixture = given.dataset if isinstance(given.dataset, Mixture) else None
-        orders = given.shuffle, sampler, mixture
-        order = GlobalBatchSampler(plan, ranks, settings.seed, *orders, to_workers)
+        orders = settings.seed, given.shuffle, sampler, given.dataset
+        order = GlobalBatchSampler(plan, ranks, *orders, to_workers)
         source = StepSource(MapFetcher(given.dataset, collation), order, ranks, workers)
     else:
         stream = IterableFetcher(given.dataset, collation, plan, sharded=given.sharded)

@@ -15,14 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from pardata._pytree import content_hash
-from pardata._validation import (
-    FixedArguments,
-    check_bool,
-    check_int,
-    check_map_style,
-    type_with_article,
-    vector_of,
-)
+from pardata._validation import FixedArguments, check_bool, check_int, check_map_style, vector_of
 from pardata.data._shuffle import Shuffle, random_words
 from pardata.rng._seeds import mix
 
@@ -53,40 +46,32 @@ class Mixture(FixedArguments, Dataset[Any]):
         weights: a number ≥ 0 for each sample of the dataset: a list, an array or a tensor.
         length: positions of an epoch. By default the length of the largest dataset over its
             proportion, rounded up; so it is read once.
-        with_names: return ``(name, sample)`` in place of the sample.
-        seed: decides the order, in place of the loader's seed. The same on every rank.
+        named: return ``(name, sample)`` in place of the sample.
 
     Raises:
         TypeError: `sources` are no pairs by name, or `weights` no numbers.
-        ValueError: a dataset is empty, a weight is not above 0 or not finite, or a block is too
-            short to have a sample of each dataset.
+        ValueError: a dataset is empty, a weight is not above 0 or not finite, or `length` has no
+            position for a dataset.
 
     >>> mixture = Mixture({"odd": ([1, 3], 1), "even": ([0, 2, 4, 6], 2)})
     >>> len(mixture), sorted(mixture)
     (6, [0, 1, 2, 3, 4, 6])
     """
 
-    _arguments = frozenset({"sources", "weights", "length", "with_names", "seed"})
+    _arguments = frozenset({"sources", "weights", "length", "named"})
 
     def __init__(
-        self,
-        sources: Any,
-        *,
-        weights: Any = None,
-        length: int | None = None,
-        with_names: bool = False,
-        seed: int | None = None,
+        self, sources: Any, *, weights: Any = None, length: int | None = None, named: bool = False
     ) -> None:
-        shares = _shares(sources if weights is None else {"dataset": (sources, 1)})
-        pairs = sources.values() if weights is None else [(sources, 1)]
-        self.names, self.datasets = [*shares], [dataset for dataset, _ in pairs]
-        self._lengths, self._shares = [*map(len, self.datasets)], [*shares.values()]
-        self._sums = (
-            weights if weights is None else _sums(vector_of("weights", weights, len(sources)))
-        )
+        check_bool("named", named)
+        pairs = sources if weights is None else {"dataset": (sources, 1)}
+        self._named, self._shares = named, _shares(pairs)
+        self.names, self.datasets = [*pairs], [dataset for dataset, _ in pairs.values()]
+        self._lengths = [*map(len, self.datasets)]
         largest = self._lengths.index(max(self._lengths))
         usual = math.ceil(self._lengths[largest] / self._shares[largest])
         self._length = check_int("length", usual if length is None else length, least=1)
+        self._sums = None if weights is None else _sums(vector_of("weights", weights, usual))
         self._block = math.lcm(*(share.denominator for share in self._shares))
         if self._block > (most := min(self._length, _MOST)):
             self._block = most
@@ -94,10 +79,7 @@ class Mixture(FixedArguments, Dataset[Any]):
             msg = f"`length` must have a position for each dataset, but {self._length} has none for"
             raise ValueError(f"{msg} {self.names[counts.index(0)]!r}: raise it, or that weight")
         self._chunk = self._block * max(1, _TOGETHER // self._block)
-        self._kept: tuple[Any, Any] = None, None  # the newest chunk, and its indices
-        check_bool("with_names", with_names)
-        self._with_names = with_names
-        self._seed = seed if seed is None else check_int("seed", seed)
+        self._kept: tuple[Any, Tensor] = None, torch.empty(0)  # the newest chunk and its indices
         self.set_epoch(0)
 
     def __len__(self) -> int:
@@ -111,25 +93,21 @@ class Mixture(FixedArguments, Dataset[Any]):
         while index >= self._lengths[number]:
             index, number = index - self._lengths[number], number + 1
         sample: Any = self.datasets[number][index]
-        return (self.names[number], sample) if self._with_names else sample
+        return (self.names[number], sample) if self._named else sample
 
     def set_epoch(self, epoch: int, seed: int = 0) -> None:
-        """Begin the order of `epoch`, from `seed` if the mixture has none."""
+        """Begin the order of `epoch` and `seed`."""
         if (lengths := [*map(len, self.datasets)]) != self._lengths:
             msg = (
                 f"datasets of a mixture must keep their lengths {self._lengths}, but have {lengths}"
             )
             raise ValueError(f"{msg}: make another mixture")
-        self._key = self.key(epoch, seed)
-
-    def key(self, epoch: int, seed: int) -> int:
-        """Return the key of the order of an epoch."""
-        return mix(seed if self._seed is None else self._seed, epoch)
+        self._key = mix(seed, epoch)
 
     def facts(self) -> str:
-        """Return a text of what decides the order, except the epoch and the loader's seed."""
+        """Return a text of what decides the order, except the epoch and the seed."""
         digest = None if self._sums is None else content_hash([self._sums])
-        return repr((self.names, self._shares, self._length, self._seed, digest))
+        return repr((self.names, self._shares, self._length, digest))
 
     def indices_at(self, positions: Tensor, key: int) -> Tensor:
         """Return the samples at `positions`, counted through all datasets, one after the other.
@@ -138,8 +116,8 @@ class Mixture(FixedArguments, Dataset[Any]):
         """
         indices, chunks = torch.empty_like(positions), positions // self._chunk
         for chunk in chunks.unique().tolist():
-            here = chunks == chunk
-            indices[here] = self._indices(chunk, key)[positions[here] % self._chunk]
+            inside = chunks == chunk
+            indices[inside] = self._indices(chunk, key)[positions[inside] % self._chunk]
         return indices
 
     def _before(self, position: int) -> list[int]:
@@ -154,29 +132,26 @@ class Mixture(FixedArguments, Dataset[Any]):
 
     def _indices(self, chunk: int, key: int) -> Tensor:
         """Return the indices of the positions of a chunk, which is some blocks; keep the newest."""
-        if self._kept[0] == (chunk, key):
-            indices: Tensor = self._kept[1]
-            return indices
-        start = chunk * self._chunk
+        if self._kept[0] != (chunk, key):
+            self._kept = (chunk, key), self._found(chunk * self._chunk, key)
+        return self._kept[1]
+
+    def _found(self, start: int, key: int) -> Tensor:
+        """Return the indices of the positions of the chunk that begins at `start`."""
         before, after = self._before(start), self._before(start + self._block)
         counts = [end - first for first, end in zip(before, after, strict=True)]
-        sources = torch.arange(len(counts), device="cpu").repeat_interleave(
-            torch.tensor(counts, device="cpu")
-        )
         positions = torch.arange(start, start + self._chunk, device="cpu")
         order = random_words(positions, key).view(-1, self._block).argsort(stable=True)
         # The random places of each dataset in a block, ascending, so that it is read in turn.
+        sources = torch.repeat_interleave(torch.tensor(counts, device="cpu"))
         places = (sources * self._block + order).sort().values % self._block
         found, offset = list[Tensor](), 0
-        for source, (first, count) in enumerate(zip(before, counts, strict=True)):
-            numbers = torch.arange(len(order) * count, device="cpu") + first
-            length = self._lengths[source]
-            drawn = offset + self._drawn(length, mix(key, source), numbers)
-            found.append(drawn.view(len(order), count))
+        for source, length in enumerate(self._lengths):
+            draws = torch.arange(len(order) * counts[source], device="cpu") + before[source]
+            drawn = offset + self._drawn(length, mix(key, source), draws)
+            found.append(drawn.view(len(order), -1))
             offset += length
-        indices = torch.empty_like(places).scatter_(1, places, torch.cat(found, 1)).flatten()
-        self._kept = (chunk, key), indices
-        return indices
+        return torch.empty_like(places).scatter_(1, places, torch.cat(found, 1)).flatten()
 
     def _drawn(self, length: int, key: int, draws: Tensor) -> Tensor:
         """Return the indices in a dataset of draws by number; both are int64 of shape (n,)."""
@@ -186,29 +161,29 @@ class Mixture(FixedArguments, Dataset[Any]):
             return torch.searchsorted(sums, numbers.clamp_(max=total - 1), right=True)
         indices, passes = torch.empty_like(draws), draws // length
         for number in passes.unique().tolist():
-            here = passes == number
-            indices[here] = _shuffle(length, mix(key, number)).at(draws[here] % length)
+            inside = passes == number
+            shuffle = _shuffle(length, mix(key, number))
+            indices[inside] = shuffle.at(draws[inside] % length)
         return indices
 
 
-def _shares(sources: Any) -> dict[Any, Fraction]:
-    """Return the proportions of datasets by name."""
+def _shares(sources: Any) -> list[Fraction]:
+    """Return the proportions of datasets."""
     if not isinstance(sources, Mapping) or not sources:
-        msg = f"`sources` must be datasets and weights by name, but is {type_with_article(sources)}"
-        raise TypeError(msg + ": pass {'code': (code, 0.7), 'text': (text, 0.3)}, or `weights`")
-    weights: list[float] = []
+        msg = f"`sources` must be datasets and weights by name, but is {sources!r:.60}: pass "
+        raise TypeError(msg + "{'code': (code, 0.7), 'text': (text, 0.3)}, or `weights`")
+    exact: list[Fraction] = []
     for name, pair in sources.items():
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             msg = f"`sources[{name!r}]` must be a dataset and its weight, but is {pair!r:.60}"
             raise TypeError(f"{msg}: pass a tuple of both")
         check_map_style(pair[0], f" in `sources[{name!r}]`")
-        weights += vector_of(f"sources[{name!r}][1]", [pair[1]], 1).tolist()
-        if not len(pair[0]) or not weights[-1]:
+        (weight,) = vector_of(f"sources[{name!r}][1]", [pair[1]], 1).tolist()
+        if not len(pair[0]) or not weight:
             msg = f"`sources[{name!r}]` must have samples and a weight above 0, but has"
-            raise ValueError(f"{msg} {len(pair[0])} and {weights[-1]:g}: leave it out")
-    # By their text, because 0.7 as a float is no tenth.
-    exact = [Fraction(str(weight)) for weight in weights]
-    return {name: share / sum(exact) for name, share in zip(sources, exact, strict=True)}
+            raise ValueError(f"{msg} {len(pair[0])} and {weight:g}: leave it out")
+        exact.append(Fraction(str(weight)))  # by its text, because 0.7 as a float is no tenth
+    return [share / sum(exact) for share in exact]
 
 
 def _sums(weights: Tensor) -> Tensor:

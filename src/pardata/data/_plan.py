@@ -6,14 +6,12 @@ them.
 """
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
-
-from torch import Tensor
-
-from pardata.data._balanced_ranges import balanced_ranges
 
 
 def local_range(count: int, rank: int, size: int) -> range:
@@ -31,6 +29,64 @@ def local_range(count: int, rank: int, size: int) -> range:
 def even_ranges(count: int, size: int) -> tuple[range, ...]:
     """Return the `local_range` of each of `size` ranks."""
     return tuple(local_range(count, rank, size) for rank in range(size))
+
+
+def balanced_ranges(sums: Sequence[float], size: int) -> tuple[range, ...]:
+    """Return the range of each of `size` ranks: of all cuts, one whose largest share is smallest.
+
+    Each range has at least one cost. Equal costs give ranges of equal length.
+
+    `sums` are the sum of the costs before each, and of all. There are at least `size` costs.
+
+    >>> balanced_ranges([0, 9, 10, 11, 12], 2)
+    (range(0, 1), range(1, 4))
+    """
+    latest, largest = _smallest_cut(sums, size)
+    ends = [len(sums) - 1]
+    for rank in range(size - 1, 0, -1):
+        # The end nearest to an equal share at which no rank gets more than `largest`.
+        nearest = bisect_left(sums, sums[-1] * rank / size)
+        earliest = bisect_left(sums, -largest, rank, key=partial(_minus, sums[ends[0]]))
+        ends.insert(0, max(min(nearest, latest[rank], ends[0] - 1), earliest))
+    return tuple(range(*pair) for pair in pairwise([0, *ends]))
+
+
+def _smallest_cut(sums: Sequence[float], size: int) -> tuple[list[int], float]:
+    """Return the ends of the cut with the smallest largest share, each as late as it can be.
+
+    A bisection between `low`, the least share that is not excluded, and `high`, the largest share
+    of a cut. Both are differences of sums, so that the search ends at an exact one.
+    """
+    low, high = 0.0, math.inf
+    best = _filled(sums, size, high)
+    high = sums[-1]
+    while low < high:
+        limit = min((low + high) / 2, math.nextafter(high, 0))
+        ends = _filled(sums, size, limit)
+        if ends[-1] == len(sums) - 1:
+            best, high = ends, max(sums[end] - sums[start] for start, end in pairwise(ends))
+        else:
+            wider = (sums[min(end + 1, len(sums) - 1)] - sums[s] for s, end in pairwise(ends))
+            low = min(share for share in wider if share > limit)
+    return best, high
+
+
+def _filled(sums: Sequence[float], size: int, limit: float) -> list[int]:
+    """Return 0 and the end of each rank's range, where each gets as much as `limit` allows.
+
+    A rank leaves one cost for each later rank. The last end is less than the number of costs if
+    there is no cut whose shares are all within `limit`.
+    """
+    ends = [0]
+    for rank in range(size):
+        start, most = ends[-1], len(sums) - size + rank
+        shares = partial(_minus, sums[start])
+        ends.append(bisect_right(sums, limit, start + 1, most + 1, key=shares) - 1)
+    return ends
+
+
+def _minus(start: float, end: float) -> float:
+    return end - start
 
 
 class StepInfo(NamedTuple):
@@ -69,8 +125,8 @@ class Plan:
     and a share is a range of microbatches. Otherwise a share is a range of samples. A stream may
     have no `length`. A sampler's length replaces the dataset's in each epoch. With a
     ``batch_sampler``, which makes the steps, `batch_size` is 0. Step 0 begins at position `start`,
-    which is above 0 only in an epoch that is resumed with another batch size. With `costs`, one for
-    each sample of the dataset, shares have about equal costs in place of equal numbers.
+    which is above 0 only in an epoch that is resumed with another batch size. With `costs`, a
+    float64 tensor with one for each sample, shares have about equal costs, not equal numbers.
     """
 
     length: int | None
@@ -80,7 +136,7 @@ class Plan:
     rank: int = 0
     size: int = 1
     start: int = 0
-    costs: Tensor | None = None
+    costs: Any = None
 
     def __len__(self) -> int:
         # Callers have a length and a batch size.
@@ -119,7 +175,7 @@ class Plan:
         """
         size = self.microbatch_size or 1
         sums = range(samples + 1) if costs is None else [0.0, *accumulate(costs)]
-        sums = [*sums[:samples:size], sums[samples]]  # of microbatches
+        sums = [*sums[:samples:size], sums[samples]]  # one for each microbatch
         by_number = ranges = even_ranges(len(sums) - 1, self.size)
         if costs is not None and sums[-1] > 0 and len(sums) > self.size:
             ranges = balanced_ranges(sums, self.size)

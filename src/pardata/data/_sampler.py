@@ -64,11 +64,9 @@ class EpochOrder(NamedTuple):
     def samples_at(self, runs: list[range]) -> Iterable[Indices]:
         """Return `indices_at`, but of a mixture the indices of its datasets' samples."""
         indices, convert = self.indices_at(runs), self.to_samples
-        return (
-            [convert(torch.as_tensor(each, device="cpu")) for each in indices]
-            if convert
-            else indices
-        )
+        if convert is None:
+            return indices
+        return [convert(torch.as_tensor(each, device="cpu")) for each in indices]
 
 
 class FetchRequest(NamedTuple):
@@ -94,7 +92,7 @@ class GlobalBatchSampler(Sampler[FetchRequest]):
         plan: the plan of the steps, unless a ``batch_sampler`` makes them.
         ranks: the world whose ranks must have the same order.
         sampler: the user's ``sampler`` or ``batch_sampler``, or None.
-        mixture: the dataset, if it is a `Mixture`.
+        dataset: the dataset, whose order is its own if it is a `Mixture`.
         to_workers: whether worker processes get the requests.
         epoch: the order of the current epoch.
     """
@@ -104,7 +102,7 @@ class GlobalBatchSampler(Sampler[FetchRequest]):
     seed: int
     shuffle: bool
     sampler: Any
-    mixture: Mixture | None
+    dataset: Any
     to_workers: bool
     epoch: EpochOrder = field(init=False)
     _looks_twice: bool = field(default=True, init=False)  # until the first epoch
@@ -184,11 +182,10 @@ class GlobalBatchSampler(Sampler[FetchRequest]):
 
         The ranks compare the order, because a user's sampler may differ between them.
         """
-        convert: Any = None
-        if (mixture := self.mixture) is not None:
-            convert = partial(mixture.indices_at, key=mixture.key(epoch, self.seed))
+        key, convert = mix(self.seed, epoch), None
+        if isinstance(self.dataset, Mixture):
+            convert = partial(self.dataset.indices_at, key=key)
         if self.sampler is None:
-            key = mix(self.seed, epoch)
             shuffle = Shuffle(self.plan.length or 0, key) if self.shuffle else None
             return EpochOrder(self.plan, shuffle, to_samples=convert)
         drawn, digest = self._agreed_order(epoch)

@@ -26,7 +26,7 @@ import pardata
 from pardata.testing import run
 
 PAGES = Path(__file__).parents[1] / "docs"
-WORDS, WIDTH, BATCH, MICROBATCH, WARM_UP = 1000, 128, 64, 2, 3
+WORDS, WIDTH, LAYERS, BATCH, MICROBATCH, WARM_UP = 1000, 256, 3, 64, 2, 3
 WAYS = ("with `cost`", "without", "limit")
 
 
@@ -44,16 +44,17 @@ class Texts:
 
 
 class Net(nn.Module):
-    """A transformer of two layers that predicts the next word."""
+    """A transformer of three layers that predicts the next word."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(WORDS, WIDTH, padding_idx=0)
         layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, batch_first=True, dropout=0)
-        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.layers = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
         self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, texts: torch.Tensor) -> torch.Tensor:
+        """Return the logits of each next word."""
         mask = nn.Transformer.generate_square_subsequent_mask(texts.shape[1])
         return self.head(self.layers(self.embedding(texts), mask, is_causal=True))
 
@@ -61,7 +62,7 @@ class Net(nn.Module):
 def lengths_of_paragraphs(count: int) -> list[int]:
     """Return `count` numbers of words, from 8 up to 512."""
     paragraphs = [p for page in sorted(PAGES.glob("*.md")) for p in page.read_text().split("\n\n")]
-    draw = random.Random(0)
+    draw = random.Random(0)  # noqa: S311  # no secret
     words = [len(paragraph.split()) for paragraph in paragraphs]
     found = words or [round(draw.lognormvariate(4, 0.8)) for _ in range(count)]
     return [min(max(length, 8), 512) for length in draw.choices(found, k=count)]

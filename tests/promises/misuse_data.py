@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import Dataset, IterableDataset, RandomSampler, Subset, TensorDataset
 
-from pardata import cache_dataset, make_loader
+from pardata import Mixture, cache_dataset, make_loader
 
 TEN = data = TensorDataset(torch.arange(10))
 a_file = __file__
@@ -140,6 +140,10 @@ def listed(*files):
     data = OfItself(len(files))
     data.files = [f"data/{file}" for file in files]
     return data
+
+
+def mixed(weight):
+    return Mixture({"a": (TEN, 1), "b": (TEN, weight)})
 
 
 def part(first):

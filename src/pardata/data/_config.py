@@ -180,7 +180,8 @@ def _check_data(given: LoaderConfig) -> None:
             msg = f"an IterableDataset must come without `shuffle` and samplers: shuffle in {kind}"
             raise ValueError(msg)
         if given.cost is not None:
-            raise ValueError("`cost` must be None for an IterableDataset, which has no indices")
+            msg = "`cost` must be None for an IterableDataset, whose samples have no indices: drop it"
+            raise ValueError(msg)
         return
     if given.sharded:
         raise ValueError(f"`sharded` must be False for data with indices, as {kind}: leave it out")

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from datetime import timedelta
 from numbers import Integral
 from pathlib import Path
@@ -46,13 +46,15 @@ def vector_of(name: str, values: Any, length: int) -> Tensor:
     Raises:
         TypeError, ValueError: they are no numbers ≥ 0 that have a finite sum, or not as many.
     """
+    msg = f"`{name}` must be a sequence of numbers, but is {type_with_article(values)}"
+    if isinstance(values, Mapping) or not hasattr(values, "__getitem__"):
+        raise TypeError(f"{msg}: pass a list or a tensor")
     is_array = isinstance(values, Tensor) or type(values).__module__ == "numpy"
     try:
         given = values if is_array else [float(number) for number in values]
         numbers = torch.as_tensor(given, dtype=torch.float64, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError) as error:
-        msg = f"`{name}` must be a sequence of numbers, but is {type_with_article(values)}: {error}"
-        raise TypeError(msg) from error
+        raise TypeError(f"{msg}: {error}") from error
     total, shape = numbers.sum(), tuple(numbers.shape)
     if shape != (length,) or not (numbers >= 0).all() or not total.isfinite():
         least = min(numbers.flatten().tolist(), default=0)

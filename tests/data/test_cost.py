@@ -157,6 +157,10 @@ def outside():
         (lambda: loader_of(cost=[1e308] * 23), "finite"),
         (lambda: loader_of(cost=3), "`cost` must be a sequence of numbers, but is an int"),
         (lambda: loader_of(cost=["a"] * 23), "could not convert string to float"),
+        (
+            lambda: loader_of(cost=dict.fromkeys(range(23), 1)),
+            "but is a dict: pass a list or a tensor",
+        ),
         (failing, "`cost` failed: KeyError: 0"),
         (outside, "`sampler` must yield indices below 23"),
         (of_stream, "`cost` must be None for an IterableDataset"),

@@ -180,7 +180,9 @@ def _check_data(given: LoaderConfig) -> None:
             msg = f"an IterableDataset must come without `shuffle` and samplers: shuffle in {kind}"
             raise ValueError(msg)
         if given.cost is not None:
-            msg = "`cost` must be None for an IterableDataset, whose samples have no indices: drop it"
+            msg = (
+                "`cost` must be None for an IterableDataset, whose samples have no indices: drop it"
+            )
             raise ValueError(msg)
         return
     if given.sharded:

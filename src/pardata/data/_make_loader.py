@@ -87,13 +87,13 @@ def make_loader(
             same on every rank. It replaces `batch_size`, `shuffle`, `sampler` and `drop_last`, and
             draws as a `sampler` does. Without `microbatch_size` each batch must have a sample for
             every rank.
-        cost: the cost to train each sample, in any unit: numbers ≥ 0 of shape (len(dataset),), a
-            list of lengths for example, or a function of an index. Ranks then get consecutive
-            microbatches of about equal cost, not of equal number; without `microbatch_size`,
-            samples. Of all such cuts, it is one whose largest share is smallest. Each rank gets at
-            least one microbatch if there are enough. Batches, order, microbatches, seeds and
-            metrics are those without `cost`. For a `Mixture` it has a number for each sample of its
-            datasets, one dataset after the other. The function is called for all indices at once.
+        cost: the cost to train each sample, in any unit: numbers ≥ 0 of shape (len(dataset),), as a
+            list of lengths, or a function of an index. It is called for all indices at once. Ranks
+            then get consecutive microbatches of about equal cost, not of equal number; without
+            `microbatch_size`, samples. Of all such cuts, it is one whose largest share is smallest.
+            Each rank gets at least one microbatch if there are enough. Batches, order,
+            microbatches, seeds and metrics are those without `cost`. For a `Mixture` it has a
+            number for each sample of its datasets, one dataset after the other.
         sharded: the ``IterableDataset`` yields, on each rank and worker, samples that no other
             yields. Each rank batches them in the order in which they come. The epoch ends when all
             ranks have run out, and a rank that ran out before gets empty batches. With `drop_last`

@@ -38,7 +38,7 @@ class Slow(Dataset):
 @contextmanager
 def fake_time():
     clock = FakeTime()
-    with patch("pardata.data._loader.time", clock):
+    with patch("pardata.data._wait_timer.time", clock):
         yield clock
 
 

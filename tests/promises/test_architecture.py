@@ -29,7 +29,7 @@ FILES = {
 }
 TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 LONGEST_FILE, LONGEST_FUNCTION = 300, 40
-MOST_FILES, FEWEST_LINES = 96, 20
+MOST_FILES, FEWEST_LINES = 97, 20
 # Imported by multiprocessing's fork server, in which it changes the signals of all children.
 SMALL = {"pardata.data._fork_server"}
 MOST_LINES = 9_085

@@ -1,8 +1,5 @@
 """The loader: iterates over epochs, measures its waits, saves and restores its position."""
 
-import operator
-import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
@@ -20,61 +17,15 @@ from pardata.data._microbatches import Microbatches
 from pardata.data._plan import FetchedStep, Plan, StepInfo
 from pardata.data._sampler import GlobalBatchSampler, length_of
 from pardata.data._step_source import DataLoaderOptions, StepSource
+from pardata.data._wait_timer import WaitTimer
 from pardata.environment._logger import get_logger
-from pardata.store._current_op import LOADER, current_op
 
 _log = get_logger(__name__)
 
 # A wait is logged if it takes this many seconds and this fraction of an epoch.
 _LONG, _LONG_FRACTION = 1.0, 0.3
-_END = (None, None, None)  # the item after the last step
 
 Parts: TypeAlias = tuple[StateSchema, StepSource, DeviceTransfer]
-
-
-class WaitTimer:
-    """The seconds of an epoch, and the part of them spent in waiting for batches."""
-
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
-        self._end: float | None = None
-        self.samples, self.waited = 0, 0.0
-        self._shares = [0.0, 0.0, 0.0]  # sums of `StepInfo.shares`
-
-    def timed_next(self, batches: Iterator[Any]) -> Any:
-        """Return the next of `batches`, tuples that begin with the step, or `_END`."""
-        asked, before, batch = self.seconds(), current_op.push(LOADER), _END
-        try:
-            batch = next(batches, _END)
-        finally:
-            current_op.pop(before, batch[0])
-        self.waited += self.seconds() - asked
-        return batch
-
-    def count(self, step: StepInfo) -> None:
-        """Count the samples and shares of a step."""
-        self.samples += step.samples
-        self._shares = [*map(operator.add, self._shares, step.shares)]
-
-    def stop(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        """Stop the timer, except at interpreter exit, when module globals may be gone."""
-        if not is_ending():
-            self._end = time.perf_counter()
-            current_op.pop(current_op.push(""), None)
-
-    def seconds(self) -> float:
-        end = time.perf_counter() if self._end is None else self._end
-        return end - self._start
-
-    def stats(self) -> dict[str, float]:
-        seconds = max(self.seconds(), 1e-9)
-        share, rate = self.waited / seconds, self.samples / seconds
-        waits = {"seconds": seconds, "wait_seconds": self.waited, "wait_share": share}
-        largest, by_number, mean = self._shares
-        stats = {**waits, "samples": self.samples, "samples_per_second": rate}
-        if mean:
-            stats |= {"imbalance": largest / mean, "imbalance_by_number": by_number / mean}
-        return stats
 
 
 class Loader(FixedArguments):
@@ -190,8 +141,8 @@ class Loader(FixedArguments):
         if it asks for another batch. The loader reads an ``IterableDataset`` again up to there. If
         that ends before, the ``iter()`` raises a ValueError. Not collective.
 
-        Another batch size or microbatch size begins at the next sample, and a line says so. For an
-        ``IterableDataset`` or a `batch_sampler` the batches must be the same.
+        Another batch size or microbatch size begins at the next sample, and a line says so. An
+        ``IterableDataset`` or a `batch_sampler` must have the same batches.
 
         Raises:
             ValueError: `state` is that of another dataset, seed or order, which the error names, or
@@ -222,8 +173,8 @@ class Loader(FixedArguments):
         """Return a hash of the samples delivered in the epoch in progress, or the last.
 
         It hashes their indices, in the order of the epoch. So it is the same on every rank, at
-        every world size, and after resuming. A million samples take 0.3 seconds. Not collective,
-        unless it must ask a `sampler` for the order of an epoch that has not begun here.
+        every world size, and after resuming. Not collective, unless it must ask a `sampler` for the
+        order of an epoch that has not begun here.
 
         Raises:
             TypeError: the dataset is an ``IterableDataset``, whose samples have no indices.

@@ -87,7 +87,7 @@ def make_loader(
             same on every rank. It replaces `batch_size`, `shuffle`, `sampler` and `drop_last`, and
             draws as a `sampler` does. Without `microbatch_size` each batch must have a sample for
             every rank.
-        cost: the cost to train each sample, in any unit: numbers ≥ 0 of shape (len(dataset),), as a
+        cost: the cost to train each sample: numbers ≥ 0 of shape (len(dataset),), as a
             list of lengths, or a function of an index. It is called for all indices at once. Ranks
             then get consecutive microbatches of about equal cost, not of equal number; without
             `microbatch_size`, samples. Of all such cuts, it is one whose largest share is smallest.

@@ -9,7 +9,6 @@ report can be named.
 import json
 import time
 from contextlib import suppress
-from dataclasses import asdict
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -28,7 +27,7 @@ _PATIENCE, _PATIENCE_IF_LOST = 2.0, 0.3
 
 def report_failure(client: StoreClient, error: RemoteError) -> RemoteError:
     """Write `error` as the failure of the run unless there is one; return the stored one."""
-    text = json.dumps(asdict(error))
+    text = json.dumps(error._asdict())
     return RemoteError(**json.loads(client.request(lambda store: set_once(store, _FAILURE, text))))
 
 

@@ -5,9 +5,8 @@ import pickle
 import re
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -28,8 +27,7 @@ _LINE_LENGTH = 2000
 _LONG = 4  # consecutive ranks from this number on are written as a range
 
 
-@dataclass(frozen=True)
-class RemoteError:
+class RemoteError(NamedTuple):
     """An exception and its origin, as values that fit in JSON.
 
     Attributes:

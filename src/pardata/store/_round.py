@@ -12,7 +12,6 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -149,7 +148,7 @@ def lead(client: StoreClient, call: str) -> Iterator[None]:
         remote = RemoteError.of(error, rank=client.rank, call=section)
         with suppress(Exception):  # the error of the block matters more
             this = _Round(client, call)
-            client.request(lambda store: this.publish(store, {"errors": [asdict(remote)]}))
+            client.request(lambda store: this.publish(store, {"errors": [remote._asdict()]}))
         raise
     finally:
         current_op.leads = ""
@@ -222,7 +221,8 @@ class _Round:
         if error is not None:
             # The other ranks raise its text.
             text, follows = type_and_message(error), is_secondary(error)
-            failed = asdict(RemoteError(client.rank, self._call, text, is_secondary=follows))
+            remote = RemoteError(client.rank, self._call, text, is_secondary=follows)
+            failed = remote._asdict()
         entry = {"round": self._number, "call": self._call, "value": value, "error": failed}
         store.set(f"at/{client.rank}", json.dumps(entry))
         if store.add(f"count/{self._number}", 1) == client.size:

@@ -21,7 +21,6 @@ SERVER = "the process that serves the group's store (rank 0, or torchrun's agent
 # Seconds that a request may take in addition to its wait, because a loaded server is slow. A server
 # that has ended is noticed at once; a stopped one, or a broken network, after this margin.
 _MARGIN = 10.0
-_NO_WAIT = timedelta(0)
 
 
 @dataclass(eq=False)
@@ -48,7 +47,7 @@ class StoreClient:
     _requests: Requests | None = field(default=None, init=False)  # to the client's thread
     _is_held: bool = field(default=False, init=False)  # an unfinished request has the connection
 
-    def request(self, work: Callable[[dist.Store], _T], wait: timedelta = _NO_WAIT) -> _T:
+    def request(self, work: Callable[[dist.Store], _T], wait: timedelta = timedelta(0)) -> _T:
         """Return ``work(store)``, which may wait for other ranks for `wait`.
 
         It runs in the client's thread, so that Ctrl-C and the deadline work: torch waits forever

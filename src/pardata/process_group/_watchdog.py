@@ -149,15 +149,16 @@ class Watchdog(Thread):
             self._end_if_lost(since)
         waits = now - since if call or step is not None else 0.0
         if self._began is not None and record is not self._began:
-            over = f"watchdog/{self._number}/over"
-            self._client.request(lambda store: store.set(over, ""))
+            self._client.request(lambda store: store.set(f"watchdog/{self._number}/over", ""))
             self._began = None
         news = self._poll(rank_status(record, frame))
         if self._answered is None:
             if news or waits >= self._after:
                 self._report_self(rank_status(record, frame), is_first=not news, record=record)
         elif news:
-            self._end_stall(self._after + now - self._answered)
+            if self._logs:
+                _log.warning("the run continues after %.0f s", self._after + now - self._answered)
+            self._number, self._answered, self._logs = self._number + 1, None, False
         elif not self._has_asked and now - self._answered > self._patience:
             self._log_once()
 
@@ -211,8 +212,3 @@ class Watchdog(Thread):
         found = {rank: json.loads(text) for rank, text in enumerate(texts) if text}
         fresh = {rank: RankStatus(*one[1]) for rank, one in found.items() if one[0] == number}
         _log.warning(status_table(fresh, size))
-
-    def _end_stall(self, seconds: float) -> None:
-        if self._logs:
-            _log.warning("the run continues after %.0f s", seconds)
-        self._number, self._answered, self._logs = self._number + 1, None, False

@@ -90,7 +90,7 @@ class explain_comm_errors:  # noqa: N801  # a context manager, as `suppress`
             better = error = None
 
     def _explained(self, error: BaseException) -> Exception:
-        has_timed_out, call = is_timeout(error), self._call
+        call, first_line = self._call, str(error).partition("\n")[0][:300]
         epoch, step = getattr(self._batch, "epoch", None), getattr(self._batch, "step", None)
         if isinstance(epoch, int) and isinstance(step, int):
             call = f"{call} (epoch {epoch}, step {step})"
@@ -98,14 +98,11 @@ class explain_comm_errors:  # noqa: N801  # a context manager, as `suppress`
             why = _diagnosis(store_client(), self._call, error)
         except (RuntimeError, TimeoutError):
             why = f"{SERVER} has ended or does not answer: look at its output"
-        ended = "timed out" if has_timed_out else "lost a connection"
-        return mark_secondary(
-            (TimeoutError if has_timed_out else RuntimeError)(
-                f"`{call}` must be reached by every rank, but {why}; this rank waits at "
-                f"{call_site()}, and {ended} after {time.monotonic() - self._began:.1f} s "
-                f"({str(error).partition(chr(10))[0][:300]})"
-            )
-        )
+        msg = f"`{call}` must be reached by every rank, but {why}; this rank waits at {call_site()}"
+        after = f"after {time.monotonic() - self._began:.1f} s ({first_line})"
+        if is_timeout(error):
+            return mark_secondary(TimeoutError(f"{msg}, and timed out {after}"))
+        return mark_secondary(RuntimeError(f"{msg}, and lost a connection {after}"))
 
 
 def _diagnosis(client: StoreClient, call: str, error: BaseException) -> str:

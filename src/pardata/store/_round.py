@@ -189,9 +189,7 @@ class _Round:
         self._number, self._where = client.rounds, call_site()
         self._key = f"result/{client.rounds}"
 
-    def wait(
-        self, timeout: timedelta, value: object = None, error: Exception | None = None
-    ) -> Result:
+    def wait(self, timeout: timedelta, value: object, error: Exception | None) -> Result:
         """Contribute `value` or `error`, and return the result once it is there.
 
         The wait is split by the group's timeout, so that a stopped store is noticed.

@@ -222,11 +222,9 @@ def sequence_number(group: Any) -> int:
         group: a process group; None for the default one.
     """
     asked: Any = group or dist.group.WORLD
-    try:
-        number: int = asked._get_sequence_number_for_group()
-    except RuntimeError:
-        return 0
-    return number
+    with suppress(RuntimeError):
+        return int(asked._get_sequence_number_for_group())
+    return 0
 
 
 def in_backward() -> bool:

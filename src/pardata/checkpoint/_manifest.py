@@ -79,11 +79,10 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         signed = json.loads(path.read_bytes())
         manifest: Manifest = signed["manifest"]
-        intact = _digest(manifest) == signed["sha256"]
         found = manifest["format"]
+        _require(_digest(manifest) == signed["sha256"], f"the checksum of {_MANIFEST} is wrong")
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise UnusableError(f"{_MANIFEST} is damaged") from error
-    _require(intact, f"the checksum of {_MANIFEST} is wrong")
     _require(found == FORMAT, f"its format is {found!r}, and this pardata reads {FORMAT}")
     return manifest
 

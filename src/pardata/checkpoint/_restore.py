@@ -21,7 +21,7 @@ from pardata._pytree import KeyPath, is_custom_container, map_with_path
 from pardata.checkpoint import _dcp as shards
 from pardata.checkpoint._directory import CheckpointDirectory
 from pardata.checkpoint._manifest import STATE, UnusableError, verified
-from pardata.checkpoint._snapshot import parameter_names
+from pardata.checkpoint._snapshot import numbered_parameters, parameter_names
 from pardata.collectives._barrier import rank_zero_call
 from pardata.data._loader import Loader
 from pardata.environment._logger import get_logger
@@ -264,7 +264,6 @@ def sharding_templates(things: Mapping[str, object]) -> Templates:
         if isinstance(thing, nn.Module):
             templates |= {(name, key): value for key, value in unwrap(thing).state_dict().items()}
         if isinstance(thing, torch.optim.Optimizer):
-            # In the order in which state_dict() numbers them.
-            parameters = (one for group in thing.param_groups for one in group["params"])
-            templates |= {(name, "state", number): one for number, one in enumerate(parameters)}
+            numbered = enumerate(numbered_parameters(thing))
+            templates |= {(name, "state", number): parameter for number, parameter in numbered}
     return {at: parameter for at, parameter in templates.items() if shards.is_sharded(parameter)}

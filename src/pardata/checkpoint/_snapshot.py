@@ -133,11 +133,13 @@ def parameter_names(objects: _Named) -> dict[str, list[str | None]]:
     """
     models = _models(objects).items()
     names = {p: f"{of}.{n}" for of, m in models for n, p in unwrap(m).named_parameters()}
-    return {
-        name: [names.get(p) for group in one.param_groups for p in group["params"]]
-        for name, one in objects.items()
-        if isinstance(one, torch.optim.Optimizer)
-    }
+    optimizers = {n: one for n, one in objects.items() if isinstance(one, torch.optim.Optimizer)}
+    return {n: [names.get(p) for p in numbered_parameters(one)] for n, one in optimizers.items()}
+
+
+def numbered_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Return the parameters of an optimizer in the order in which its state numbers them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _models(objects: _Named) -> dict[str, nn.Module]:

@@ -123,24 +123,12 @@ def _proposal(
             has_one = len(seen) < 2 * launch.local_size
     else:
         _device.checked_device(device)  # raises for a missing accelerator
+    facts = {"host": host, "address": "", "cpus": _device.cpus_of_process(), "gpu": gpu}
     # Only for a new group.
-    address = "" if launch is None or os.environ.get("GLOO_SOCKET_IFNAME") else _address_of(host)
-    return {
-        "host": host,
-        "address": address,
-        "cpus": _device.cpus_of_process(),
-        "gpu": gpu,
-        "device": str(device),
-        "has_one": has_one,
-        "backend": backend,
-    }
-
-
-def _address_of(host: str) -> str:
-    """Return the address to which gloo's peers connect, "" if the host's name has none."""
-    with suppress(OSError):
-        return socket.gethostbyname(host)
-    return ""
+    if launch is not None and not os.environ.get("GLOO_SOCKET_IFNAME"):
+        with suppress(OSError):  # the name of the host has no address
+            facts["address"] = socket.gethostbyname(host)  # to which gloo's peers connect
+    return {**facts, "device": str(device), "has_one": has_one, "backend": backend}
 
 
 def select_device(launch: LaunchInfo, wanted: torch.device | None) -> torch.device:

@@ -107,12 +107,10 @@ class explain_comm_errors:  # noqa: N801  # a context manager, as `suppress`
 
 def _diagnosis(client: StoreClient, call: str, error: BaseException) -> str:
     """Return which rank failed, or did not come; report this rank's `call`."""
-    report = json.dumps([client.rank, call])
-    client.request(lambda store: append(store, "reports", report))
+    client.request(lambda store: append(store, "reports", json.dumps([client.rank, call])))
     # A rank reports its failure before its connections close. Without a report it was killed.
     is_lost = not (is_timeout(error) or isinstance(error, dist.DistBackendError))
-    patience = _PATIENCE_IF_LOST if is_lost else _PATIENCE
-    first, calls = first_failure(client, patience)
+    first, calls = first_failure(client, _PATIENCE_IF_LOST if is_lost else _PATIENCE)
     if first is not None:
         return f"rank {first.rank} of {client.size} failed first: {first.text}"
     if missing := [rank for rank in range(client.size) if calls.get(rank) != call]:

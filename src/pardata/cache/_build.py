@@ -88,8 +88,7 @@ def _map_file(path: Path, dtype: torch.dtype) -> Tensor:
     with path.open("rb") as file:
         # A private mapping would be writable, but Linux refuses one larger than the memory.
         pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch warns that it has no read-only tensors
+    with warnings.catch_warnings(action="ignore"):  # PyTorch has no read-only tensors, and warns
         return torch.frombuffer(pages, dtype=dtype)
 
 

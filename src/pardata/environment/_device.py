@@ -107,8 +107,8 @@ def visibility_variables() -> dict[str, str]:
 
 def undetected_gpus(root: Path = Path("/")) -> tuple[str, str] | None:
     """Return a text and its cure if torch sees none of the GPUs of this machine, else None."""
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")  # torch warns of a driver that is too old
+    with warnings.catch_warnings(record=True, action="always") as seen:
+        # torch warns of a driver that is too old.
         if visible_devices():
             return None
     # The driver's folder exists also in a container that was started without GPUs.

@@ -19,8 +19,8 @@ from pardata.environment import _device
 from pardata.environment._launchers import LaunchInfo
 from pardata.environment._world import GroupState, World, new_store_client, world_of_group
 from pardata.process_group._shutdown import release_store, shutdown
-from pardata.process_group._tcp_store import missing_ranks_error, open_store
-from pardata.store._client import StoreClient, append, wait_for
+from pardata.process_group._tcp_store import get_from_rank_zero, open_store
+from pardata.store._client import StoreClient, append
 from pardata.store._rank_errors import format_rank_table, summary_line
 from pardata.store._round import abort_rounds, exchange, missing_ranks_text, raise_if_different
 
@@ -167,9 +167,8 @@ def with_fresh_prefix(client: StoreClient) -> StoreClient:
         return _serve_prefix(client)
     store, word = client.store, uuid.uuid4().hex
     append(store, "asked", word)
-    if not wait_for(store, [f"answer/{word}"], client.timeout):
-        raise missing_ranks_error([0], client.size, client.timeout)
-    part = dist.PrefixStore(store.get(f"answer/{word}").decode(), store)
+    name = get_from_rank_zero(store, f"answer/{word}", client.size, client.timeout)
+    part = dist.PrefixStore(name, store)
     append(part, "came", str(client.rank))
     return replace(client, store=part)
 

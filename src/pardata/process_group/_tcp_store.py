@@ -69,19 +69,19 @@ def _check_run(store: dist.Store, launch: LaunchInfo, timeout: timedelta) -> Non
     ours = run_name(launch, os.environ)
     if launch.rank == 0:
         theirs = set_once(store, _RUN, ours)
-    elif wait_for(store, [_RUN], timeout):
-        theirs = store.get(_RUN).decode()
     else:
-        raise missing_ranks_error([0], launch.size, timeout)
+        theirs = get_from_rank_zero(store, _RUN, launch.size, timeout)
     if theirs != ours:
         msg = f"{launch.endpoint} is the store of {theirs}, not {ours}: set a free MASTER_PORT"
         raise RuntimeError(msg)
 
 
-def missing_ranks_error(missing: list[int], size: int, timeout: timedelta) -> TimeoutError:
-    """Return the error that names the missing ranks."""
-    who = missing_ranks_text(missing, size, f" within {timeout}")
-    return TimeoutError(f"`init` must be reached by every rank, but {who}")
+def get_from_rank_zero(store: dist.Store, key: str, size: int, timeout: timedelta) -> str:
+    """Return the text that rank 0 writes; raise an error that names it if it does not come."""
+    if not wait_for(store, [key], timeout):
+        who = missing_ranks_text([0], size, f" within {timeout}")
+        raise TimeoutError(f"`init` must be reached by every rank, but {who}")
+    return store.get(key).decode()
 
 
 def run_name(launch: LaunchInfo, env: Mapping[str, str]) -> str:

@@ -124,18 +124,14 @@ class CheckpointDirectory:
     def __reduce__(self) -> Any:  # a copy in another process is another writer
         return type(self), (self.directory, self.retention)
 
-    def look(self) -> None:
-        """Note who is the owner now: if another run replaces it, `begin` raises."""
-        if self._last != self._me:
-            self._last = self._current_owner()
-
     @property
     def _unfinished(self) -> Path:
         return self.directory / f"{_UNFINISHED}{self._name}"
 
     def newest_first(self, at: int | str | None) -> list[CheckpointName]:
         """Return the names of the checkpoints at `at`, from the newest to the oldest."""
-        self.look()
+        if self._last != self._me:  # if another run replaces this owner, `begin` raises
+            self._last = self._current_owner()
         existing = checkpoint_names(self.directory)
         if not existing and CheckpointName.parse(self.directory.name) is not None:
             what = f"must be a run's, but {self.directory} is one checkpoint: pass its parent"

@@ -52,8 +52,7 @@ def report(command: str, timeout: float, *, as_json: bool = False) -> int:
     try:
         launch = detect_launch(os.environ)
         prints = launch.rank == 0
-        is_check = command == "check"
-        findings = check(launch, timeout) if is_check else list(environment(launch, os.environ))
+        findings = check(launch, timeout) if command == "check" else environment(launch, os.environ)
     except Exception as error:  # noqa: BLE001  # an error of any type is a finding
         text = str(error).partition("\n\n")[0]  # then come stacks
         findings, fails = [Finding(command, text or type(error).__name__)], True

@@ -71,9 +71,8 @@ class Snapshot:
                 state: Any = strategy_of(thing).state_dict(thing)
             else:
                 state = thing if name in values else thing.state_dict()
-            is_copied = copy and (world.is_main or name in per_rank)
+            make = copies.of if copy and (world.is_main or name in per_rank) else _plain_tensor
             with torch.no_grad():  # copies carry no autograd history
-                make = copies.of if is_copied else _plain_tensor
                 self.trees[name] = self._collect(state, make, name)
             _require_safe((name,), self.trees[name])
         if copy:

@@ -15,7 +15,7 @@ from pardata.environment._launchers import detect_launch
 logged_once = set[tuple[str, int, str]]()
 
 
-class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]  # none before Python 3.11
+class RankLogger(logging.LoggerAdapter[logging.Logger]):
     """A logger that knows its rank; made by `get_logger`."""
 
     def log(  # type: ignore[override]  # it has two more arguments

@@ -59,10 +59,10 @@ def rank_status(record: OpRecord, frame: FrameType) -> RankStatus:
     user = user_frame(frames)
     # Otherwise pardata has called the user's code.
     is_inside = any(one.package == "pardata" for one in frames[user:])
-    of_torch = [one for one in frames if one.package == "torch"]
     compiles = any(
         "/convert_frame.py:" in one.place or one.function.startswith("compile_fx")
-        for one in of_torch
+        for one in frames
+        if one.package == "torch"
     )
     waits = is_inside and call not in ("", LOADER) and not (compiles or current_op.leads)
     text = f"at {frames[user].place if is_inside else location(frames)}"

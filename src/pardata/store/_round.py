@@ -219,8 +219,7 @@ class _Round:
         if error is not None:
             # The other ranks raise its text.
             text, follows = type_and_message(error), is_secondary(error)
-            remote = RemoteError(client.rank, self._call, text, is_secondary=follows)
-            failed = remote._asdict()
+            failed = RemoteError(client.rank, self._call, text, is_secondary=follows)._asdict()
         entry = {"round": self._number, "call": self._call, "value": value, "error": failed}
         store.set(f"at/{client.rank}", json.dumps(entry))
         if store.add(f"count/{self._number}", 1) == client.size:

@@ -1,6 +1,6 @@
 """A client of the process group's key-value store. Every request has a deadline."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -123,11 +123,9 @@ def set_once(store: dist.Store, key: str, text: str) -> str:
     return found
 
 
-def multi_get_or_none(store: dist.Store, keys: Sequence[str]) -> list[str | None]:
+def multi_get_or_none(store: dist.Store, keys: list[str]) -> list[str | None]:
     """Return the values of `keys`, None for a key that is not set."""
-    present = list(keys)
-    if not store.check(present):
-        present = [key for key in keys if store.check([key])]
+    present = keys if store.check(keys) else [key for key in keys if store.check([key])]
     texts = dict(zip(present, store.multi_get(present), strict=True)) if present else {}
     return [texts[key].decode() if key in texts else None for key in keys]
 

@@ -44,11 +44,10 @@ def first_failure(
         while True:  # torch logs a `wait` that times out
             if store.check([_FAILURE]):
                 return RemoteError(**json.loads(store.get(_FAILURE))), calls
-            before = len(calls)
             if store.check(["reports"]):  # `get` would wait for them
-                calls = dict(map(json.loads, store.get("reports").splitlines()))
-            if len(calls) > before:
-                deadline = time.monotonic() + patience
+                found = dict(map(json.loads, store.get("reports").splitlines()))
+                if len(found) > len(calls):
+                    deadline, calls = time.monotonic() + patience, found
             if time.monotonic() >= deadline or len(calls) == client.size:
                 return None, calls
             time.sleep(0.02)

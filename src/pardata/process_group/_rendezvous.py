@@ -61,9 +61,8 @@ def form_group(
             binds = plan["binds"] and client.size > 1
             how["device_id"] = torch.device(propose()["device"]) if binds else None
             create_on_all_ranks(client, partial(dist.init_process_group, **how))
-        cpu_group = None
-        if not plan["is_apart"]:
-            cpu_group = create_on_all_ranks(client, partial(_device.new_gloo_group, patience))
+        new_group = partial(_device.new_gloo_group, patience)
+        cpu_group = None if plan["is_apart"] else create_on_all_ranks(client, new_group)
     except BaseException as error:  # cleans up and raises again
         if launch is not None and dist.is_initialized():
             dist.destroy_process_group()

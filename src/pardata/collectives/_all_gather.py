@@ -70,7 +70,7 @@ def all_gather(value: _T, *, differentiable: bool = False) -> list[_T]:
     for number, leaf in enumerate(checked.leaves):
         if differentiable and _has_gradient(leaf):
             columns[number] = _DifferentiableAllGather.apply(checked, columns[number], leaf)
-    ranks = [[column[rank] for column in columns] for rank in range(checked.world.size)]
+    ranks = zip(*columns, strict=True)  # there is a leaf, because an empty container is one
     return [checked.rebuilt(value, of_rank, _is_opaque) for of_rank in ranks]
 
 

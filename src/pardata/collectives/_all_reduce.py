@@ -21,8 +21,6 @@ _T = TypeVar("_T")
 # Values to reduce: a list of numbers, which takes less time, or a vector if there are tensors.
 _Values: TypeAlias = list[float] | Tensor
 
-# Whole numbers below this are exact in float64.
-_EXACT = 2**53
 _SUM = dist.ReduceOp.SUM
 
 
@@ -244,7 +242,7 @@ def _require_exact(number: Leaf) -> None:
     # away. 2**53 itself may be a rounded 2**53 + 1.
     if isinstance(number, Tensor):
         number = float(number.double().abs().max()) if number.numel() else 0
-    if abs(number) >= _EXACT:
+    if abs(number) >= 2**53:
         msg = "whole numbers and their sum must be below 2**53 to be exact, but one has "
         msg += f"{int(number).bit_length()} bits: pass it as a float"
         raise OverflowError(msg)

@@ -70,8 +70,8 @@ def all_gather(value: _T, *, differentiable: bool = False) -> list[_T]:
     for number, leaf in enumerate(checked.leaves):
         if differentiable and _has_gradient(leaf):
             columns[number] = _DifferentiableAllGather.apply(checked, columns[number], leaf)
-    ranks = zip(*columns, strict=True)  # there is a leaf, because an empty container is one
-    return [checked.rebuilt(value, of_rank, _is_opaque) for of_rank in ranks]
+    # There is a column, because an empty container is a leaf.
+    return [checked.rebuilt(value, rank, _is_opaque) for rank in zip(*columns, strict=True)]
 
 
 class _DifferentiableAllGather(torch.autograd.Function):

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,15 +26,13 @@ from pardata.store._round import abort_rounds, exchange, missing_ranks_text, rai
 
 _T = TypeVar("_T")
 
+Device: TypeAlias = torch.device | str | None  # as `init` is given it
+
 _MARGIN = timedelta(seconds=10)
 
 
 def form_group(
-    launch: LaunchInfo | None,
-    *,
-    backend: str | None,
-    timeout: timedelta | None,
-    device: torch.device | str | None,
+    launch: LaunchInfo | None, *, backend: str | None, timeout: timedelta | None, device: Device
 ) -> GroupState:
     """Create the process group that `launch` describes, or adopt the one that exists. Collective.
 
@@ -98,9 +96,7 @@ def create_on_all_ranks(client: StoreClient, create: Callable[[], _T]) -> _T:
     return created[0]
 
 
-def _proposal(
-    launch: LaunchInfo | None, backend: str | None, wanted: torch.device | str | None
-) -> dict[str, Any]:
+def _proposal(launch: LaunchInfo | None, backend: str | None, wanted: Device) -> dict[str, Any]:
     """Return a rank's proposal for the group, and make its device current."""
     device = None if wanted is None else torch.device(wanted)
     if launch is None:

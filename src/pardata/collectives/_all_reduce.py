@@ -158,13 +158,12 @@ def unflatten_like(flat: Tensor, leaves: list[Leaf]) -> list[Tensor]:
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def weighted_numbers(leaves: Iterable[Leaf], weights: Iterable[float]) -> list[float] | None:
+def weighted_numbers(leaves: list[Leaf], weights: Iterable[float]) -> list[float] | None:
     """Return each leaf times its weight; None if one has dimensions, or is on an accelerator."""
-    held = list(leaves)
-    if any(isinstance(leaf, Tensor) and (leaf.ndim or not leaf.is_cpu) for leaf in held):
+    if any(isinstance(leaf, Tensor) and (leaf.ndim or not leaf.is_cpu) for leaf in leaves):
         return None
     # Not `float` of a tensor, which warns if it requires a gradient.
-    numbers = [leaf.item() if isinstance(leaf, Tensor) else leaf for leaf in held]
+    numbers = [leaf.item() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     # 0 * NaN is NaN, so values with weight 0 are not multiplied.
     pairs = zip(numbers, weights, strict=False)
     return [float(number) * weight if weight else 0.0 for number, weight in pairs]

@@ -48,24 +48,19 @@ class ReplicaState:
     def __init__(self, layer: nn.Module) -> None:
         self.step = 0
         self.structure: str | None = None
-        self._layer_ref = ref(layer)
+        self._layer: Any = ref(layer)
         self._flags: list[object] = []
         self._text = ""
 
-    @property
-    def _layer(self) -> Any:
-        return self._layer_ref()
-
     def __reduce__(self) -> tuple[object, ...]:
-        return ReplicaState, (self._layer,)
+        return ReplicaState, (self._layer(),)
 
     @classmethod
     def of(cls, layer: nn.Module) -> "ReplicaState":
         """Return the state of the model with this layer."""
-        held = vars(layer)
-        if _STATE not in held:
-            held[_STATE] = cls(layer)
-        state: ReplicaState = held[_STATE]
+        state: ReplicaState | None = vars(layer).get(_STATE)
+        if state is None:
+            state = vars(layer)[_STATE] = cls(layer)
         return state
 
     @property
@@ -81,7 +76,7 @@ class ReplicaState:
         """
         due = self.is_due
         if due or not self._flags:
-            parts, self._params = modules_and_parameters(unwrap(self._layer))
+            parts, self._params = modules_and_parameters(unwrap(self._layer()))
             self._attributes = [vars(part) for part in parts]  # half the time of reading a module
         # A part that torch.compile wraps has no mode, but the module inside has.
         flags: list[object] = [held.get("training") for held in self._attributes]
@@ -91,7 +86,7 @@ class ReplicaState:
             self._flags, self._text = flags, str(zlib.crc32(repr(flags).encode()))
         if not due:
             return self._text
-        weights = replicated(self._layer).values()
+        weights = replicated(self._layer()).values()
         return f"{self._text} {[int(digest_of(weight)) for weight in weights if weight.is_cpu]}"
 
     def differs_on_device(self, group: Any) -> Tensor | None:
@@ -99,7 +94,7 @@ class ReplicaState:
 
         Collective if they are due, and the host does not wait. None if they are not, or on a CPU.
         """
-        weights = replicated(self._layer).values() if self.is_due else ()
+        weights = replicated(self._layer()).values() if self.is_due else ()
         digests = [digest_of(weight) for weight in weights if not weight.is_cpu]
         if not digests:
             return None
@@ -111,12 +106,12 @@ class ReplicaState:
 
     def facts(self) -> Facts:
         """Return the state in full. On an accelerator the host waits."""
-        module = unwrap(self._layer)
+        module = unwrap(self._layer())
         return {
             "the seed of seed_everything": run_seed.seed,
             **{f"{name}.training".lstrip("."): m.training for name, m in module.named_modules()},
             **{f"{name}.requires_grad": p.requires_grad for name, p in module.named_parameters()},
-            **{name: f"bits {bits_of(p)}" for name, p in replicated(self._layer).items()},
+            **{name: f"bits {bits_of(p)}" for name, p in replicated(self._layer()).items()},
         }
 
     def compare(self, call: str, more: Callable[[], Facts] = dict) -> None:
@@ -127,7 +122,7 @@ class ReplicaState:
 
     def raise_difference(self, call: str, more: Callable[[], Facts] = dict) -> None:
         """Raise on every rank, after texts have differed. Collective."""
-        size = dist.get_world_size(getattr(self._layer, "process_group", None))
+        size = dist.get_world_size(getattr(self._layer(), "process_group", None))
         if size == dist.get_world_size():  # a smaller group has no store
             self.compare(call, more)
         raise RuntimeError(f"every rank must have the same in `{call}`, but one did not: {_CURE}")

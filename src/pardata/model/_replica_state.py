@@ -4,7 +4,6 @@ Does not compare buffers, which a step makes equal.
 """
 
 import zlib
-from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -18,7 +17,7 @@ from pardata.environment._world import store_client
 from pardata.model._torch_internals import has_comm_hook, modules_and_parameters
 from pardata.model._unwrap import unwrap
 from pardata.rng._seeds import run_seed
-from pardata.store._round import Facts, raise_if_different, require_equal
+from pardata.store._round import Facts, FactsOf, raise_if_different, require_equal
 
 CHECK_EVERY = 64  # steps: weights are compared in steps 1, 2, 4 … 32, and in each 64th
 _TRAINED = attrgetter("requires_grad")
@@ -114,13 +113,13 @@ class ReplicaState:
             **{name: f"bits {bits_of(p)}" for name, p in replicated(self._layer()).items()},
         }
 
-    def compare(self, call: str, more: Callable[[], Facts] = dict) -> None:
+    def compare(self, call: str, more: FactsOf = dict) -> None:
         """Raise on every rank, with a table, if the state or `more` differs. Collective."""
         cure = f"This is step {self.step} of the model. {_CURE}"
         differ = partial(raise_if_different, call, cure=cure, must="have the same in")
         require_equal(store_client(), call, lambda: {**more(), **self.facts()}, differ)
 
-    def raise_difference(self, call: str, more: Callable[[], Facts] = dict) -> None:
+    def raise_difference(self, call: str, more: FactsOf = dict) -> None:
         """Raise on every rank, after texts have differed. Collective."""
         size = dist.get_world_size(getattr(self._layer(), "process_group", None))
         if size == dist.get_world_size():  # a smaller group has no store

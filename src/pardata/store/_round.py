@@ -31,6 +31,7 @@ from pardata.store._rank_errors import (
 # Its argument: the values of all ranks, in rank order.
 Decide: TypeAlias = Callable[[list[Any]], object]
 Facts: TypeAlias = Mapping[str, object]
+FactsOf: TypeAlias = Callable[[], Facts]
 Result: TypeAlias = dict[str, Any]
 
 _RAISABLE = {e.__name__: e for e in (RuntimeError, ValueError, TypeError, TimeoutError)}
@@ -90,9 +91,7 @@ def exchange(
         error = None  # the frame would hold the error until a garbage collection
 
 
-def require_equal(
-    client: StoreClient, call: str, facts_of: Callable[[], Facts], differ: Decide
-) -> None:
+def require_equal(client: StoreClient, call: str, facts_of: FactsOf, differ: Decide) -> None:
     """Raise unless `facts_of` returns the same on every rank; facts may be long. Collective.
 
     The ranks compare a digest. Only if it differs they send their facts, and all raise the error of
@@ -108,7 +107,7 @@ def require_equal(
         exchange(client, f"{call} (in detail)", lambda: facts, differ)
 
 
-def compare_facts(client: StoreClient, call: str, facts_of: Callable[[], Facts], cure: str) -> None:
+def compare_facts(client: StoreClient, call: str, facts_of: FactsOf, cure: str) -> None:
     """Raise on every rank, with a table and `cure`, if `facts_of` returns different facts.
 
     Collective.

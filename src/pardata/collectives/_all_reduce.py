@@ -4,8 +4,6 @@ Does not carry gradients, and needs the same structure on every rank.
 """
 
 import math
-from collections.abc import Iterable
-from itertools import repeat
 from numbers import Integral, Real
 from typing import Any, TypeAlias, TypeVar, overload
 
@@ -158,7 +156,7 @@ def unflatten_like(flat: Tensor, leaves: list[Leaf]) -> list[Tensor]:
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def weighted_numbers(leaves: list[Leaf], weights: Iterable[float]) -> list[float] | None:
+def weighted_numbers(leaves: list[Leaf], weights: list[float]) -> list[float] | None:
     """Return each leaf times its weight; None if one has dimensions, or is on an accelerator."""
     if any(isinstance(leaf, Tensor) and (leaf.ndim or not leaf.is_cpu) for leaf in leaves):
         return None
@@ -176,7 +174,7 @@ def _flatten(checked: CheckedCollective, wire: Any, weight: float) -> _Values:
         parts = [part.cpu() if isinstance(part, Tensor) else part for part in parts]
         for part in filter(_is_integer_kind, parts if checked.exact else []):
             _require_exact(part)
-        if (numbers := weighted_numbers(parts, repeat(weight))) is not None:
+        if (numbers := weighted_numbers(parts, [weight] * len(parts))) is not None:
             return numbers
         dtype, device = torch.float64, checked.device
     # With `dtype`, because a Python float would become float32 first.

@@ -3,7 +3,6 @@
 import os
 import socket
 import time
-import uuid
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -160,7 +159,7 @@ def with_fresh_prefix(client: StoreClient) -> StoreClient:
     """
     if client.rank == 0:
         return _serve_prefix(client)
-    store, word = client.store, uuid.uuid4().hex
+    store, word = client.store, os.urandom(16).hex()
     append(store, "asked", word)
     name = get_from_rank_zero(store, f"answer/{word}", client.size, client.timeout)
     part = dist.PrefixStore(name, store)
@@ -170,7 +169,7 @@ def with_fresh_prefix(client: StoreClient) -> StoreClient:
 
 def _serve_prefix(client: StoreClient) -> StoreClient:
     """Send the prefix to each rank; if some do not come, the first round's error names them."""
-    name, store = uuid.uuid4().hex, client.store
+    name, store = os.urandom(16).hex(), client.store
     part = dist.PrefixStore(name, store)
     append(store, "asked", "")  # both keys must exist to be read
     append(part, "came", "")

@@ -8,7 +8,6 @@ import socket
 import statistics
 import timeit
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ import torch.distributed as dist
 
 from pardata.collectives._all_reduce import all_reduce_sum
 from pardata.environment import _device
-from pardata.environment._launchers import LaunchInfo, select_launcher
+from pardata.environment._launchers import Env, LaunchInfo, select_launcher
 from pardata.environment._world import World, __version__, cpus_per_rank, store_client
 from pardata.process_group._init import init
 from pardata.store._round import exchange
@@ -39,7 +38,7 @@ class Finding(NamedTuple):
     cure: str = ""
 
 
-def environment(launch: LaunchInfo, env: Mapping[str, str]) -> list[Finding]:
+def environment(launch: LaunchInfo, env: Env) -> list[Finding]:
     """Return the findings about this process's launcher, devices, limits and versions."""
     found = [_launcher(launch, env), _gpus(), _cores(launch.local_size)]
     if Path(_SHARED_MEMORY).exists():  # not on macOS and Windows
@@ -52,7 +51,7 @@ def environment(launch: LaunchInfo, env: Mapping[str, str]) -> list[Finding]:
     return [*found, Finding("versions", f"{text}; tested with torch {' and '.join(_TESTED)}", cure)]
 
 
-def _launcher(launch: LaunchInfo, env: Mapping[str, str]) -> Finding:
+def _launcher(launch: LaunchInfo, env: Env) -> Finding:
     if (chosen := select_launcher(env)) is None:
         return Finding("launcher", "none: a single process")
     text = f"{chosen.name}: world size {launch.size}, to meet at {launch.endpoint}"

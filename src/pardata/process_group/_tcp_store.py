@@ -5,12 +5,11 @@ Does not distinguish two runs that no launcher has named.
 
 import os
 import socket
-from collections.abc import Mapping
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from pardata.environment._launchers import LaunchInfo
+from pardata.environment._launchers import Env, LaunchInfo
 from pardata.store._client import set_once, wait_for
 from pardata.store._round import missing_ranks_text
 
@@ -84,7 +83,7 @@ def get_from_rank_zero(store: dist.Store, key: str, size: int, timeout: timedelt
     return store.get(key).decode()
 
 
-def run_name(launch: LaunchInfo, env: Mapping[str, str]) -> str:
+def run_name(launch: LaunchInfo, env: Env) -> str:
     """Return the launcher's name of this run, the same on all of its ranks."""
     if launch.launcher == "slurm":
         restarts = env.get("SLURM_RESTART_COUNT", "0")

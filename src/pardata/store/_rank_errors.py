@@ -1,6 +1,5 @@
 """Errors that name ranks: an exception of one rank as plain data, lists and tables of ranks."""
 
-import base64
 import pickle
 import re
 import traceback
@@ -64,7 +63,7 @@ class RemoteError(NamedTuple):
         """
         error: BaseException = RuntimeError(self.summary)
         if self.pickled is not None:
-            error = pickle.loads(base64.b64decode(self.pickled))  # noqa: S301  # of this run
+            error = pickle.loads(bytes.fromhex(self.pickled))  # noqa: S301  # of this run
         origin = f"raised on rank {self.rank} in `{self.call}`:\n\n{self.traceback}"
         error.__cause__ = RuntimeError(origin)
         return error
@@ -135,7 +134,7 @@ def _pickled(error: BaseException) -> str | None:
         same = type(back) is type(error) and str(back) == str(error) and len(data) <= _MOST
     except Exception:  # noqa: BLE001  # the user's pickling may raise anything
         return None
-    return base64.b64encode(data).decode() if same else None
+    return data.hex() if same else None
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

@@ -165,7 +165,7 @@ class CheckpointDirectory:
             self._unfinished.mkdir()
             return self._unfinished
 
-    def finish(self, facts: dict[str, Any], write: Callable[[], Mapping[str, Record]]) -> None:
+    def finish(self, facts: dict[str, Any], write: Callable[[], dict[str, Record]]) -> None:
         """Write the manifest, rename the temporary folder, and remove old checkpoints.
 
         Args:

@@ -8,7 +8,6 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -34,7 +33,7 @@ Record: TypeAlias = tuple[int, str]
 Manifest: TypeAlias = dict[str, Any]
 
 
-def write_manifest(folder: Path, facts: Manifest, done: Mapping[str, Record]) -> int:
+def write_manifest(folder: Path, facts: Manifest, done: dict[str, Record]) -> int:
     """Write the manifest of a folder, sync all files to the disk, and return their size in bytes.
 
     The files in `done` are not read again: their writers have recorded and synced them.

@@ -35,6 +35,9 @@ PAYLOAD_SLOTS = HEADER - HASHED
 # A dense tensor or a real number (a bool and a NumPy scalar are numbers).
 Leaf: TypeAlias = Tensor | float
 
+# Returns the leaves of a value by their paths.
+FindLeaves: TypeAlias = Callable[[], dict[KeyPath, Any]]
+
 # Waits for the sum over all ranks of each number of a collective.
 WaitSums: TypeAlias = Callable[[], list[float]]
 # Waits for the minimum and maximum of each.
@@ -55,12 +58,7 @@ class CheckedCollective:
     """
 
     def __init__(
-        self,
-        call: str,
-        find: Callable[[], dict[KeyPath, Any]],
-        describe: Callable[[Any], str],
-        *,
-        exact: bool = False,
+        self, call: str, find: FindLeaves, describe: Callable[[Any], str], *, exact: bool = False
     ) -> None:
         check_allowed(call)
         self.world, self._call, self.exact = require_world(call), call, exact

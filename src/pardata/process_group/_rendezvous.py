@@ -208,12 +208,10 @@ def _check_proposals(proposals: list[dict[str, Any]]) -> dict[str, Any]:
                 f"{ranks} ranks on {host} share one GPU: start one per GPU, or init(backend='gloo')"
             )
     ways = [(one["backend"], torch.device(one["device"])) for one in proposals]
-    return {
-        "hosts": hosts,
-        # The number of ranks of the same host and the same cores, for each rank.
-        "cpu_sharers": [sharers[one] for one in cpus],
-        # Bind the group on all ranks or on none, because bound ranks connect at once. Not if a
-        # process sees several GPUs, because a bound group accepts tensors of no other GPU.
-        "binds": all(one["has_one"] for one in proposals),
-        "is_apart": len(ways) == 1 or all(_device.has_cpu_backend_beside(*way) for way in ways),
-    }
+    is_apart = len(ways) == 1 or all(_device.has_cpu_backend_beside(*way) for way in ways)
+    # Bind the group on all ranks or on none, because bound ranks connect at once. Not if a process
+    # sees several GPUs, because a bound group accepts tensors of no other GPU.
+    binds = all(one["has_one"] for one in proposals)
+    # The number of ranks of the same host and the same cores, for each rank.
+    cpu_sharers = [sharers[one] for one in cpus]
+    return {"hosts": hosts, "cpu_sharers": cpu_sharers, "binds": binds, "is_apart": is_apart}

@@ -21,13 +21,15 @@ from contextlib import contextmanager, suppress
 from math import isnan
 from pathlib import Path
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from pardata._validation import check_int, check_text
 from pardata.checkpoint._manifest import Record, UnusableError, read_manifest, sync, write_manifest
 from pardata.environment._logger import get_logger
 
 _log = get_logger(__name__)
+
+At: TypeAlias = int | str | None  # a step, "best", or the newest
 
 _OWNER, _NOBODY = "owner", "nobody"
 _UNFINISHED = ".unfinished-"  # the prefix of a folder that is being written or removed
@@ -128,7 +130,7 @@ class CheckpointDirectory:
     def _unfinished(self) -> Path:
         return self.directory / f"{_UNFINISHED}{self._name}"
 
-    def newest_first(self, at: int | str | None) -> list[CheckpointName]:
+    def newest_first(self, at: At) -> list[CheckpointName]:
         """Return the names of the checkpoints at `at`, from the newest to the oldest."""
         if self._last != self._me:  # if another run replaces this owner, `begin` raises
             self._last = self._current_owner()

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from pardata._pytree import KeyPath, is_custom_container, map_with_path
 from pardata.checkpoint import _dcp as shards
-from pardata.checkpoint._directory import CheckpointDirectory
+from pardata.checkpoint._directory import At, CheckpointDirectory
 from pardata.checkpoint._manifest import STATE, UnusableError, verified
 from pardata.checkpoint._snapshot import numbered_parameters, parameter_names
 from pardata.collectives._barrier import rank_zero_call
@@ -170,9 +170,7 @@ class LoadedCheckpoint(NamedTuple):
         return map_with_path(trees, place, is_leaf=is_custom_container)
 
 
-def load_latest(
-    world: World, folder: CheckpointDirectory, at: int | str | None
-) -> LoadedCheckpoint | None:
+def load_latest(world: World, folder: CheckpointDirectory, at: At) -> LoadedCheckpoint | None:
     """Read the newest complete checkpoint, at `at` if given, or return None. Collective.
 
     Raises:

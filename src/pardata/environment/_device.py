@@ -117,10 +117,8 @@ def undetected_gpus(root: Path = Path("/")) -> tuple[str, str] | None:
         return None
     text = f"torch sees none of the driver's {found} GPUs{f' ({seen[0].message})' if seen else ''}"
     mask = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
-    cure = (
-        f"install a torch for CUDA (this is {torch.__version__}), unset CUDA_VISIBLE_DEVICES "
-        f"({mask!r}), start the container with --gpus=all, or check the driver with nvidia-smi"
-    )
+    cure = f"install a torch for CUDA (this is {torch.__version__}), unset CUDA_VISIBLE_DEVICES "
+    cure += f"({mask!r}), start the container with --gpus=all, or check the driver with nvidia-smi"
     return text, cure
 
 

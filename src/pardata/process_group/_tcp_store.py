@@ -86,9 +86,8 @@ def get_from_rank_zero(store: dist.Store, key: str, size: int, timeout: timedelt
 def run_name(launch: LaunchInfo, env: Env) -> str:
     """Return the launcher's name of this run, the same on all of its ranks."""
     if launch.launcher == "slurm":
-        restarts = env.get("SLURM_RESTART_COUNT", "0")
         job, step = env.get("SLURM_JOB_ID"), env.get("SLURM_STEP_ID")
-        return f"SLURM job {job}, step {step}, start {restarts}"
+        return f"SLURM job {job}, step {step}, start {env.get('SLURM_RESTART_COUNT', '0')}"
     if env.get("TORCHELASTIC_RUN_ID", "none") != "none":
         return f"torchrun's run {env['TORCHELASTIC_RUN_ID']}"
     if launch.launcher == "mpi" and "PMIX_NAMESPACE" in env:

@@ -140,9 +140,8 @@ def manifest_of(dataset: Any, directory: Any) -> tuple[CacheManifest, Any]:
 
 def _default_directory(dataset: Any, source: dict[str, Any]) -> Path:
     """Return the default directory of the cache of this source."""
-    root = os.environ.get("PARDATA_CACHE")
-    below = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "pardata")
-    place = os.path.expanduser(below)  # noqa: PTH111  # "~" stays without a home directory
+    users = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "pardata")
+    place = os.path.expanduser(os.environ.get("PARDATA_CACHE") or users)  # noqa: PTH111  # "~" stays without a home directory
     return Path(place, f"{type(dataset).__name__}-{content_hash(source)}")
 
 

@@ -52,23 +52,18 @@ def report(command: str, timeout: float, *, as_json: bool = False) -> int:
     try:
         launch = detect_launch(os.environ)
         prints = launch.rank == 0
-        is_check = command == "check"
-        findings = check(launch, timeout) if is_check else list(environment(launch, os.environ))
+        findings = check(launch, timeout) if command == "check" else environment(launch, os.environ)
     except Exception as error:  # noqa: BLE001  # an error of any type is a finding
         text = str(error).partition("\n\n")[0]  # then come stacks
         findings, fails = [Finding(command, text or type(error).__name__)], True
     if prints or fails:
-        found: dict[str, dict[str, str]] = {}
+        found, lines = dict[str, dict[str, str]](), list[str]()
         for name, text, cure in findings:
             status = "error" if fails else "warning" if cure else "ok"
             found[name] = {"status": status, "text": text, "cure": cure}
-        lines = [_line(name, **row) for name, row in found.items()]
+            lines.append(f"{status:9}{name:15}{text}" + f"\n{'':24}cure: {cure}" * bool(cure))
         print(json.dumps(found, indent=2) if as_json else "\n".join(lines), flush=True)
     return int(fails)
-
-
-def _line(name: str, status: str, text: str, cure: str) -> str:
-    return f"{status:9}{name:15}{text}" + (f"\n{'':24}cure: {cure}" if cure else "")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from torch import Tensor
 KeyPath: TypeAlias = tuple[Any, ...]
 
 _Test: TypeAlias = Callable[[Any], bool] | None
+_Change: TypeAlias = Callable[[KeyPath, Any], Any]
 
 # The types of most leaves.
 _LEAVES = {Tensor, torch.nn.Parameter, int, float, str, bytes, bool, type(None)}
@@ -68,9 +69,7 @@ def leaves_with_path(
     return pairs
 
 
-def map_with_path(
-    tree: Any, change: Callable[[KeyPath, Any], Any], *, is_leaf: _Test = None, path: KeyPath = ()
-) -> Any:
+def map_with_path(tree: Any, change: _Change, *, is_leaf: _Test = None, path: KeyPath = ()) -> Any:
     """Return a tree like `tree` with the leaves that `change(path, leaf)` returns.
 
     `tree` is not changed. A subclass of ``dict`` or ``UserDict`` keeps its type and its attributes:

@@ -34,7 +34,7 @@ class Writer(CheckpointDirectory):
 
     def act(self, action, step=None):
         """Return the path of the checkpoint that was finished, if one was."""
-        self.look()  # as a run that restores before its first save
+        self.newest_first(None)  # as a run that restores before its first save
         begun, self.begun = self.begun, None
         if action in ("begin", "write"):
             begun = self.begin(step)

@@ -3,7 +3,6 @@
 import json
 import re
 import threading
-from dataclasses import asdict
 from datetime import timedelta
 
 import pytest
@@ -45,7 +44,7 @@ NOT_SURVIVING = [
 @pytest.mark.parametrize(("error", "text"), NOT_SURVIVING)
 def test_an_exception_that_pickle_loses_comes_back_as_text(error, text):
     failure = RemoteError.of(error, rank=3, call="rank_zero_call")
-    travelled = RemoteError(**json.loads(json.dumps(asdict(failure))))
+    travelled = RemoteError(**json.loads(json.dumps(failure._asdict())))
     with pytest.raises(RuntimeError) as caught:
         raise travelled.to_exception()
     assert re.fullmatch(

@@ -88,8 +88,7 @@ def _map_file(path: Path, dtype: torch.dtype) -> Tensor:
     with path.open("rb") as file:
         # A private mapping would be writable, but Linux refuses one larger than the memory.
         pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch warns that it has no read-only tensors
+    with warnings.catch_warnings(action="ignore"):  # PyTorch has no read-only tensors, and warns
         return torch.frombuffer(pages, dtype=dtype)
 
 
@@ -141,9 +140,8 @@ def manifest_of(dataset: Any, directory: Any) -> tuple[CacheManifest, Any]:
 
 def _default_directory(dataset: Any, source: dict[str, Any]) -> Path:
     """Return the default directory of the cache of this source."""
-    root = os.environ.get("PARDATA_CACHE")
-    below = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "pardata")
-    place = os.path.expanduser(below)  # noqa: PTH111  # "~" stays without a home directory
+    users = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "pardata")
+    place = os.path.expanduser(os.environ.get("PARDATA_CACHE") or users)  # noqa: PTH111  # "~" stays without a home directory
     return Path(place, f"{type(dataset).__name__}-{content_hash(source)}")
 
 

@@ -88,8 +88,7 @@ def cache_dataset(
             facts = {"the class": class_name(dataset), "the length": files.source["length"]}
             return {**facts, "the listed samples": listed_samples(dataset)}
 
-        cure = "Pass the same dataset on every rank."
-        compare_facts(store_client(), "cache_dataset", look, cure)
+        compare_facts(store_client(), "cache_dataset", look, "Pass the same dataset on every rank.")
         files, first, workers = found[0]
         # Practically no timeout: a progress bar shows how far the build is.
         with rank_zero_first(local=True, timeout=3e7):

@@ -66,22 +66,22 @@ def source_signature(dataset: Any) -> dict[str, Any]:
     """Return the signature that a cache of this source has; warn on rank 0 if it is random."""
     if not (length := len(dataset)):
         raise ValueError("`dataset` must have a sample to be cached, but has none")
-    is_random = is_lawless = False
-    listed, digests = listed_samples(dataset, floats=True), list[str]()
+    listed = listed_samples(dataset, floats=True)
     subsets = [layer for layer in datasets_in(dataset) if isinstance(layer, Subset)]
     indices = [content_hash(torch.as_tensor(subset.indices, device="cpu")) for subset in subsets]
-    for index in sorted({i * (length - 1) // (_LOOKED_AT - 1) for i in range(_LOOKED_AT)}):
-        digest, other = (content_hash(read_sample(dataset, index, seed)[1]) for seed in (0, 1))
-        if digest != other:
-            is_random = True
-            is_lawless = is_lawless or digest != content_hash(read_sample(dataset, index)[1])
-        digests.append(digest)
-    if is_random:
+    probed = sorted({i * (length - 1) // (_LOOKED_AT - 1) for i in range(_LOOKED_AT)})
+
+    def digests(seed: int) -> list[str]:
+        return [content_hash(read_sample(dataset, index, seed)[1]) for index in probed]
+
+    contents = digests(0)
+    if digests(1) != contents:
         _log.warning(_RANDOM, type(dataset).__name__, ranks=[0])
+        if digests(0) != contents:  # they would differ in every run
+            contents = []
     facts = {"version": _VERSION, "length": length, "class": class_name(dataset)}
     facts |= {"transform": _transform_text(dataset), "indices": indices, "listed": listed}
-    # Contents that differ under one seed would differ in every run.
-    return {**facts, "contents": [] if is_lawless else digests}
+    return {**facts, "contents": contents}
 
 
 def class_name(dataset: Any) -> str:

@@ -203,9 +203,8 @@ class Checkpointer(FixedArguments, AbstractContextManager["Checkpointer"]):
 
     def wait(self) -> None:
         """Wait for the last asynchronous save, and raise its error on every rank. Collective."""
-        if self._background is None:
+        if (background := self._background) is None:
             return
-        background = self._background
         rank_zero_call(background.join)  # if this is interrupted, the next call waits again
         self._background = None
         rank_zero_call(background.check)  # rank 0's error first: the others follow from it

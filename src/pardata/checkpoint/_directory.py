@@ -21,13 +21,15 @@ from contextlib import contextmanager, suppress
 from math import isnan
 from pathlib import Path
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from pardata._validation import check_int, check_text
 from pardata.checkpoint._manifest import Record, UnusableError, read_manifest, sync, write_manifest
 from pardata.environment._logger import get_logger
 
 _log = get_logger(__name__)
+
+At: TypeAlias = int | str | None  # a step, "best", or the newest
 
 _OWNER, _NOBODY = "owner", "nobody"
 _UNFINISHED = ".unfinished-"  # the prefix of a folder that is being written or removed
@@ -124,18 +126,14 @@ class CheckpointDirectory:
     def __reduce__(self) -> Any:  # a copy in another process is another writer
         return type(self), (self.directory, self.retention)
 
-    def look(self) -> None:
-        """Note who is the owner now: if another run replaces it, `begin` raises."""
-        if self._last != self._me:
-            self._last = self._current_owner()
-
     @property
     def _unfinished(self) -> Path:
         return self.directory / f"{_UNFINISHED}{self._name}"
 
-    def newest_first(self, at: int | str | None) -> list[CheckpointName]:
+    def newest_first(self, at: At) -> list[CheckpointName]:
         """Return the names of the checkpoints at `at`, from the newest to the oldest."""
-        self.look()
+        if self._last != self._me:  # if another run replaces this owner, `begin` raises
+            self._last = self._current_owner()
         existing = checkpoint_names(self.directory)
         if not existing and CheckpointName.parse(self.directory.name) is not None:
             what = f"must be a run's, but {self.directory} is one checkpoint: pass its parent"
@@ -169,7 +167,7 @@ class CheckpointDirectory:
             self._unfinished.mkdir()
             return self._unfinished
 
-    def finish(self, facts: dict[str, Any], write: Callable[[], Mapping[str, Record]]) -> None:
+    def finish(self, facts: dict[str, Any], write: Callable[[], dict[str, Record]]) -> None:
         """Write the manifest, rename the temporary folder, and remove old checkpoints.
 
         Args:

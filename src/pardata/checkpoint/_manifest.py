@@ -8,7 +8,6 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -34,7 +33,7 @@ Record: TypeAlias = tuple[int, str]
 Manifest: TypeAlias = dict[str, Any]
 
 
-def write_manifest(folder: Path, facts: Manifest, done: Mapping[str, Record]) -> int:
+def write_manifest(folder: Path, facts: Manifest, done: dict[str, Record]) -> int:
     """Write the manifest of a folder, sync all files to the disk, and return their size in bytes.
 
     The files in `done` are not read again: their writers have recorded and synced them.
@@ -79,11 +78,10 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         signed = json.loads(path.read_bytes())
         manifest: Manifest = signed["manifest"]
-        intact = _digest(manifest) == signed["sha256"]
         found = manifest["format"]
+        _require(_digest(manifest) == signed["sha256"], f"the checksum of {_MANIFEST} is wrong")
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise UnusableError(f"{_MANIFEST} is damaged") from error
-    _require(intact, f"the checksum of {_MANIFEST} is wrong")
     _require(found == FORMAT, f"its format is {found!r}, and this pardata reads {FORMAT}")
     return manifest
 

@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader
 
 from pardata._pytree import KeyPath, is_custom_container, map_with_path
 from pardata.checkpoint import _dcp as shards
-from pardata.checkpoint._directory import CheckpointDirectory
+from pardata.checkpoint._directory import At, CheckpointDirectory
 from pardata.checkpoint._manifest import STATE, UnusableError, verified
-from pardata.checkpoint._snapshot import parameter_names
+from pardata.checkpoint._snapshot import numbered_parameters, parameter_names
 from pardata.collectives._barrier import rank_zero_call
 from pardata.data._loader import Loader
 from pardata.environment._logger import get_logger
@@ -170,9 +170,7 @@ class LoadedCheckpoint(NamedTuple):
         return map_with_path(trees, place, is_leaf=is_custom_container)
 
 
-def load_latest(
-    world: World, folder: CheckpointDirectory, at: int | str | None
-) -> LoadedCheckpoint | None:
+def load_latest(world: World, folder: CheckpointDirectory, at: At) -> LoadedCheckpoint | None:
     """Read the newest complete checkpoint, at `at` if given, or return None. Collective.
 
     Raises:
@@ -264,7 +262,6 @@ def sharding_templates(things: Mapping[str, object]) -> Templates:
         if isinstance(thing, nn.Module):
             templates |= {(name, key): value for key, value in unwrap(thing).state_dict().items()}
         if isinstance(thing, torch.optim.Optimizer):
-            # In the order in which state_dict() numbers them.
-            parameters = (one for group in thing.param_groups for one in group["params"])
-            templates |= {(name, "state", number): one for number, one in enumerate(parameters)}
+            numbered = enumerate(numbered_parameters(thing))
+            templates |= {(name, "state", number): parameter for number, parameter in numbered}
     return {at: parameter for at, parameter in templates.items() if shards.is_sharded(parameter)}

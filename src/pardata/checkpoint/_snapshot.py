@@ -71,9 +71,8 @@ class Snapshot:
                 state: Any = strategy_of(thing).state_dict(thing)
             else:
                 state = thing if name in values else thing.state_dict()
-            is_copied = copy and (world.is_main or name in per_rank)
+            make = copies.of if copy and (world.is_main or name in per_rank) else _plain_tensor
             with torch.no_grad():  # copies carry no autograd history
-                make = copies.of if is_copied else _plain_tensor
                 self.trees[name] = self._collect(state, make, name)
             _require_safe((name,), self.trees[name])
         if copy:
@@ -86,13 +85,19 @@ class Snapshot:
         self.facts |= {"numbers": numbers, "processes": world.size}
         self.facts |= {"pardata": __version__, "torch": str(torch.__version__)}
 
-    def _digest(self, at: KeyPath) -> Callable[[Tensor], str] | None:
-        """Return the function whose text of a tensor the ranks compare, None for buffers."""
+    def _text(self, at: KeyPath, leaf: object) -> str:
+        """Return the text of a leaf that the ranks compare."""
+        if not isinstance(leaf, Tensor):
+            # The order of a set differs between processes.
+            return repr(sorted(map(repr, leaf)) if isinstance(leaf, set) else leaf)
+        text = f"a {type(leaf).__name__} of {leaf.dtype}, shape {tuple(leaf.shape)}"
         thing = self._same[at[0]]
-        if isinstance(thing, nn.Module) and at not in self._weights:
-            return None  # a rank may have buffers that differ
+        is_plain = type(leaf) in (Tensor, nn.Parameter)  # not sharded, nor quantized
+        if not is_plain or (isinstance(thing, nn.Module) and at not in self._weights):
+            return text  # a rank may have buffers that differ
         is_large = isinstance(thing, nn.Module | torch.optim.Optimizer)
-        return bits_of if is_large else content_hash  # SHA-256 takes longer, and a copy from a GPU
+        digest = bits_of if is_large else content_hash  # SHA-256 takes longer, or a copy from a GPU
+        return f"{text}, bits {digest(leaf)}"
 
     def _collect(self, tree: Any, make: Callable[[Tensor], Tensor], name: str) -> Any:
         """Return a copy of a tree for the file, and note its sharded tensors and texts.
@@ -106,7 +111,7 @@ class Snapshot:
         def take(at: KeyPath, leaf: Any) -> Any:
             _pytree.require_dense(leaf, at[0], at[1:])
             if name in self._same:
-                self.compared[".".join(map(str, at))] = _text_of(leaf, self._digest(at))
+                self.compared[".".join(map(str, at))] = self._text(at, leaf)
             if not isinstance(leaf, Tensor):
                 return plain_number(leaf)
             if not is_sharded(leaf):
@@ -117,15 +122,6 @@ class Snapshot:
         return map_with_path(tree, take, is_leaf=is_custom_container, path=(name,))
 
 
-def _text_of(leaf: object, digest: Callable[[Tensor], str] | None) -> str:
-    if isinstance(leaf, Tensor):
-        is_plain = type(leaf) in (Tensor, nn.Parameter)  # not sharded, nor quantized
-        bits = f", bits {digest(leaf)}" if digest is not None and is_plain else ""
-        return f"a {type(leaf).__name__} of {leaf.dtype}, shape {tuple(leaf.shape)}{bits}"
-    # The order of a set differs between processes.
-    return repr(sorted(map(repr, leaf)) if isinstance(leaf, set) else leaf)
-
-
 def parameter_names(objects: _Named) -> dict[str, list[str | None]]:
     """Return, for each optimizer, the names of its parameters in the models among `objects`.
 
@@ -133,11 +129,13 @@ def parameter_names(objects: _Named) -> dict[str, list[str | None]]:
     """
     models = _models(objects).items()
     names = {p: f"{of}.{n}" for of, m in models for n, p in unwrap(m).named_parameters()}
-    return {
-        name: [names.get(p) for group in one.param_groups for p in group["params"]]
-        for name, one in objects.items()
-        if isinstance(one, torch.optim.Optimizer)
-    }
+    optimizers = {n: one for n, one in objects.items() if isinstance(one, torch.optim.Optimizer)}
+    return {n: [names.get(p) for p in numbered_parameters(one)] for n, one in optimizers.items()}
+
+
+def numbered_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Return the parameters of an optimizer in the order in which its state numbers them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _models(objects: _Named) -> dict[str, nn.Module]:

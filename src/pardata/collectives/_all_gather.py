@@ -56,7 +56,11 @@ def all_gather(value: _T, *, differentiable: bool = False) -> list[_T]:
         return {path: number_of(x, path) if isinstance(x, Tensor) else x for path, x in found}
 
     def text(leaf: Any) -> str:
-        return _text(leaf) + ", differentiable" * (differentiable and _has_gradient(leaf))
+        if not isinstance(leaf, Tensor):
+            return "no tensor"
+        shape = "x".join(["rows", *map(str, leaf.shape[1:])]) if leaf.ndim else "number"
+        differs = ", differentiable" * (differentiable and _has_gradient(leaf))
+        return f"{shape} of {leaf.dtype}{differs}"
 
     checked = CheckedCollective("all_gather", find, text)
     parts = checked.capture(lambda: [_as_tensor(leaf) for leaf in checked.leaves], [])
@@ -66,8 +70,8 @@ def all_gather(value: _T, *, differentiable: bool = False) -> list[_T]:
     for number, leaf in enumerate(checked.leaves):
         if differentiable and _has_gradient(leaf):
             columns[number] = _DifferentiableAllGather.apply(checked, columns[number], leaf)
-    ranks = [[column[rank] for column in columns] for rank in range(checked.world.size)]
-    return [checked.rebuilt(value, of_rank, _is_opaque) for of_rank in ranks]
+    # There is a column, because an empty container is a leaf.
+    return [checked.rebuilt(value, rank, _is_opaque) for rank in zip(*columns, strict=True)]
 
 
 class _DifferentiableAllGather(torch.autograd.Function):
@@ -195,13 +199,6 @@ def _has_gradient(leaf: Any) -> bool:
 def _is_opaque(value: object) -> bool:
     """Return whether `value` holds no tensor, so that it is pickled."""
     return not any(isinstance(leaf, Tensor) for _, leaf in leaves_with_path(value))
-
-
-def _text(leaf: Any) -> str:
-    if not isinstance(leaf, Tensor):
-        return "no tensor"
-    shape = "x".join(["rows", *map(str, leaf.shape[1:])]) if leaf.ndim else "number"
-    return f"{shape} of {leaf.dtype}"
 
 
 def _as_tensor(leaf: Any) -> Tensor:

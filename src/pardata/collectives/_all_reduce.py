@@ -4,8 +4,6 @@ Does not carry gradients, and needs the same structure on every rank.
 """
 
 import math
-from collections.abc import Iterable
-from itertools import repeat
 from numbers import Integral, Real
 from typing import Any, TypeAlias, TypeVar, overload
 
@@ -21,8 +19,6 @@ _T = TypeVar("_T")
 # Values to reduce: a list of numbers, which takes less time, or a vector if there are tensors.
 _Values: TypeAlias = list[float] | Tensor
 
-# Whole numbers below this are exact in float64.
-_EXACT = 2**53
 _SUM = dist.ReduceOp.SUM
 
 
@@ -160,13 +156,12 @@ def unflatten_like(flat: Tensor, leaves: list[Leaf]) -> list[Tensor]:
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def weighted_numbers(leaves: Iterable[Leaf], weights: Iterable[float]) -> list[float] | None:
+def weighted_numbers(leaves: list[Leaf], weights: list[float]) -> list[float] | None:
     """Return each leaf times its weight; None if one has dimensions, or is on an accelerator."""
-    held = list(leaves)
-    if any(isinstance(leaf, Tensor) and (leaf.ndim or not leaf.is_cpu) for leaf in held):
+    if any(isinstance(leaf, Tensor) and (leaf.ndim or not leaf.is_cpu) for leaf in leaves):
         return None
     # Not `float` of a tensor, which warns if it requires a gradient.
-    numbers = [leaf.item() if isinstance(leaf, Tensor) else leaf for leaf in held]
+    numbers = [leaf.item() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     # 0 * NaN is NaN, so values with weight 0 are not multiplied.
     pairs = zip(numbers, weights, strict=False)
     return [float(number) * weight if weight else 0.0 for number, weight in pairs]
@@ -179,7 +174,7 @@ def _flatten(checked: CheckedCollective, wire: Any, weight: float) -> _Values:
         parts = [part.cpu() if isinstance(part, Tensor) else part for part in parts]
         for part in filter(_is_integer_kind, parts if checked.exact else []):
             _require_exact(part)
-        if (numbers := weighted_numbers(parts, repeat(weight))) is not None:
+        if (numbers := weighted_numbers(parts, [weight] * len(parts))) is not None:
             return numbers
         dtype, device = torch.float64, checked.device
     # With `dtype`, because a Python float would become float32 first.
@@ -244,7 +239,7 @@ def _require_exact(number: Leaf) -> None:
     # away. 2**53 itself may be a rounded 2**53 + 1.
     if isinstance(number, Tensor):
         number = float(number.double().abs().max()) if number.numel() else 0
-    if abs(number) >= _EXACT:
+    if abs(number) >= 2**53:
         msg = "whole numbers and their sum must be below 2**53 to be exact, but one has "
         msg += f"{int(number).bit_length()} bits: pass it as a float"
         raise OverflowError(msg)

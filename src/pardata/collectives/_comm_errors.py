@@ -9,7 +9,6 @@ report can be named.
 import json
 import time
 from contextlib import suppress
-from dataclasses import asdict
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -28,7 +27,7 @@ _PATIENCE, _PATIENCE_IF_LOST = 2.0, 0.3
 
 def report_failure(client: StoreClient, error: RemoteError) -> RemoteError:
     """Write `error` as the failure of the run unless there is one; return the stored one."""
-    text = json.dumps(asdict(error))
+    text = json.dumps(error._asdict())
     return RemoteError(**json.loads(client.request(lambda store: set_once(store, _FAILURE, text))))
 
 
@@ -45,11 +44,10 @@ def first_failure(
         while True:  # torch logs a `wait` that times out
             if store.check([_FAILURE]):
                 return RemoteError(**json.loads(store.get(_FAILURE))), calls
-            before = len(calls)
             if store.check(["reports"]):  # `get` would wait for them
-                calls = dict(map(json.loads, store.get("reports").splitlines()))
-            if len(calls) > before:
-                deadline = time.monotonic() + patience
+                found = dict(map(json.loads, store.get("reports").splitlines()))
+                if len(found) > len(calls):
+                    deadline, calls = time.monotonic() + patience, found
             if time.monotonic() >= deadline or len(calls) == client.size:
                 return None, calls
             time.sleep(0.02)
@@ -91,7 +89,7 @@ class explain_comm_errors:  # noqa: N801  # a context manager, as `suppress`
             better = error = None
 
     def _explained(self, error: BaseException) -> Exception:
-        has_timed_out, call = is_timeout(error), self._call
+        call, first_line = self._call, str(error).partition("\n")[0][:300]
         epoch, step = getattr(self._batch, "epoch", None), getattr(self._batch, "step", None)
         if isinstance(epoch, int) and isinstance(step, int):
             call = f"{call} (epoch {epoch}, step {step})"
@@ -99,24 +97,19 @@ class explain_comm_errors:  # noqa: N801  # a context manager, as `suppress`
             why = _diagnosis(store_client(), self._call, error)
         except (RuntimeError, TimeoutError):
             why = f"{SERVER} has ended or does not answer: look at its output"
-        ended = "timed out" if has_timed_out else "lost a connection"
-        return mark_secondary(
-            (TimeoutError if has_timed_out else RuntimeError)(
-                f"`{call}` must be reached by every rank, but {why}; this rank waits at "
-                f"{call_site()}, and {ended} after {time.monotonic() - self._began:.1f} s "
-                f"({str(error).partition(chr(10))[0][:300]})"
-            )
-        )
+        msg = f"`{call}` must be reached by every rank, but {why}; this rank waits at {call_site()}"
+        after = f"after {time.monotonic() - self._began:.1f} s ({first_line})"
+        if is_timeout(error):
+            return mark_secondary(TimeoutError(f"{msg}, and timed out {after}"))
+        return mark_secondary(RuntimeError(f"{msg}, and lost a connection {after}"))
 
 
 def _diagnosis(client: StoreClient, call: str, error: BaseException) -> str:
     """Return which rank failed, or did not come; report this rank's `call`."""
-    report = json.dumps([client.rank, call])
-    client.request(lambda store: append(store, "reports", report))
+    client.request(lambda store: append(store, "reports", json.dumps([client.rank, call])))
     # A rank reports its failure before its connections close. Without a report it was killed.
     is_lost = not (is_timeout(error) or isinstance(error, dist.DistBackendError))
-    patience = _PATIENCE_IF_LOST if is_lost else _PATIENCE
-    first, calls = first_failure(client, patience)
+    first, calls = first_failure(client, _PATIENCE_IF_LOST if is_lost else _PATIENCE)
     if first is not None:
         return f"rank {first.rank} of {client.size} failed first: {first.text}"
     if missing := [rank for rank in range(client.size) if calls.get(rank) != call]:

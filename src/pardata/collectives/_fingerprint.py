@@ -35,7 +35,12 @@ PAYLOAD_SLOTS = HEADER - HASHED
 # A dense tensor or a real number (a bool and a NumPy scalar are numbers).
 Leaf: TypeAlias = Tensor | float
 
-# Waits for the minimum and maximum over all ranks of each number of a collective.
+# Returns the leaves of a value by their paths.
+FindLeaves: TypeAlias = Callable[[], dict[KeyPath, Any]]
+
+# Waits for the sum over all ranks of each number of a collective.
+WaitSums: TypeAlias = Callable[[], list[float]]
+# Waits for the minimum and maximum of each.
 WaitMinMax: TypeAlias = Callable[[], list[tuple[int, int]]]
 
 
@@ -53,12 +58,7 @@ class CheckedCollective:
     """
 
     def __init__(
-        self,
-        call: str,
-        find: Callable[[], dict[KeyPath, Any]],
-        describe: Callable[[Any], str],
-        *,
-        exact: bool = False,
+        self, call: str, find: FindLeaves, describe: Callable[[Any], str], *, exact: bool = False
     ) -> None:
         check_allowed(call)
         self.world, self._call, self.exact = require_world(call), call, exact
@@ -98,7 +98,7 @@ class CheckedCollective:
         sums = self.start(numbers, later=False)()  # takes 10 microseconds less
         return sums if before is self.wire_dtypes else self.all_reduce(pack)
 
-    def start(self, numbers: list[float], *, later: bool = True) -> Callable[[], list[float]]:
+    def start(self, numbers: list[float], *, later: bool = True) -> WaitSums:
         """Start to sum a few numbers over all ranks; return a function that waits for the sums.
 
         The function raises as `all_reduce` does, and must be called once on every rank.
@@ -138,9 +138,7 @@ class CheckedCollective:
         text = f"{self._call} {self._paths} {self._kinds} {self.wire_dtypes} {refused}"
         return fingerprint_slots(text, self.world.size)
 
-    def _reduced(
-        self, numbers: Sequence[float], op: Any, *, later: bool
-    ) -> Callable[[], list[float]]:
+    def _reduced(self, numbers: Sequence[float], op: Any, *, later: bool) -> WaitSums:
         """Start the all-reduce of the header, of shape (64,); return a function that waits."""
         sent = array("d", [*numbers, *[0.0] * (HEADER - len(numbers))])
         # Faster than torch.tensor.

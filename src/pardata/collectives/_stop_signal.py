@@ -42,10 +42,9 @@ class StopSignal:
 
     def __init__(self, *signals: int) -> None:
         self._signals = [signal.Signals(number) for number in signals or _DEFAULT]
-        self._before: dict[int, Any] = {}
+        self._before: dict[int, Any] | None = None  # the handlers before the block; None before it
         self._received: int | None = None
         self._agreed = False
-        self._is_entered = False
         self._sent: WaitMinMax | None = None  # waits for the result of the last call
 
     @property
@@ -65,7 +64,7 @@ class StopSignal:
             RuntimeError: it is called before the block.
         """
         world = require_world("StopSignal.agreed")
-        if not self._is_entered:
+        if self._before is None:
             msg = "a StopSignal must be entered before `agreed`: write `with StopSignal() as stop:`"
             raise RuntimeError(msg)
         if not self._agreed:
@@ -96,7 +95,7 @@ class StopSignal:
         return bool(asked)
 
     def __enter__(self) -> Self:
-        self._is_entered = True
+        self._before = {}
         if threading.current_thread() is not threading.main_thread():
             text = "only the main thread hears signals: this process stops when another rank does"
             _log.warning(text, ranks="all", once=True)
@@ -112,7 +111,7 @@ class StopSignal:
                 # save.
                 time.sleep(_REPEATED_WITHIN)
         finally:  # also after Ctrl-C
-            for number, handler in self._before.items():
+            for number, handler in (self._before or {}).items():
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
             self._before = {}
         if kind is None:

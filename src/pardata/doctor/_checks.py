@@ -8,7 +8,6 @@ import socket
 import statistics
 import timeit
 from collections import Counter
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ import torch.distributed as dist
 
 from pardata.collectives._all_reduce import all_reduce_sum
 from pardata.environment import _device
-from pardata.environment._launchers import LaunchInfo, select_launcher
+from pardata.environment._launchers import Env, LaunchInfo, select_launcher
 from pardata.environment._world import World, __version__, cpus_per_rank, store_client
 from pardata.process_group._init import init
 from pardata.store._round import exchange
@@ -39,20 +38,20 @@ class Finding(NamedTuple):
     cure: str = ""
 
 
-def environment(launch: LaunchInfo, env: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield the findings about this process's launcher, devices, limits and versions."""
-    yield from (_launcher(launch, env), _gpus(), _cores(launch.local_size))
+def environment(launch: LaunchInfo, env: Env) -> list[Finding]:
+    """Return the findings about this process's launcher, devices, limits and versions."""
+    found = [_launcher(launch, env), _gpus(), _cores(launch.local_size)]
     if Path(_SHARED_MEMORY).exists():  # not on macOS and Windows
         usage = shutil.disk_usage(_SHARED_MEMORY)
-        yield shared_memory(usage.total, usage.free)
-    yield _open_files()
+        found.append(shared_memory(usage.total, usage.free))
+    found.append(_open_files())
     text = f"pardata {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
     is_newer = torch.__version__ >= f"{_TESTED[-1]}.99"
     cure = f"if something fails, install torch {_TESTED[-1]}, and report it" * is_newer
-    yield Finding("versions", f"{text}; tested with torch {' and '.join(_TESTED)}", cure)
+    return [*found, Finding("versions", f"{text}; tested with torch {' and '.join(_TESTED)}", cure)]
 
 
-def _launcher(launch: LaunchInfo, env: Mapping[str, str]) -> Finding:
+def _launcher(launch: LaunchInfo, env: Env) -> Finding:
     if (chosen := select_launcher(env)) is None:
         return Finding("launcher", "none: a single process")
     text = f"{chosen.name}: world size {launch.size}, to meet at {launch.endpoint}"

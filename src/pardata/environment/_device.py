@@ -107,8 +107,8 @@ def visibility_variables() -> dict[str, str]:
 
 def undetected_gpus(root: Path = Path("/")) -> tuple[str, str] | None:
     """Return a text and its cure if torch sees none of the GPUs of this machine, else None."""
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")  # torch warns of a driver that is too old
+    with warnings.catch_warnings(record=True, action="always") as seen:
+        # torch warns of a driver that is too old.
         if visible_devices():
             return None
     # The driver's folder exists also in a container that was started without GPUs.
@@ -117,10 +117,8 @@ def undetected_gpus(root: Path = Path("/")) -> tuple[str, str] | None:
         return None
     text = f"torch sees none of the driver's {found} GPUs{f' ({seen[0].message})' if seen else ''}"
     mask = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
-    cure = (
-        f"install a torch for CUDA (this is {torch.__version__}), unset CUDA_VISIBLE_DEVICES "
-        f"({mask!r}), start the container with --gpus=all, or check the driver with nvidia-smi"
-    )
+    cure = f"install a torch for CUDA (this is {torch.__version__}), unset CUDA_VISIBLE_DEVICES "
+    cure += f"({mask!r}), start the container with --gpus=all, or check the driver with nvidia-smi"
     return text, cure
 
 
@@ -222,11 +220,9 @@ def sequence_number(group: Any) -> int:
         group: a process group; None for the default one.
     """
     asked: Any = group or dist.group.WORLD
-    try:
-        number: int = asked._get_sequence_number_for_group()
-    except RuntimeError:
-        return 0
-    return number
+    with suppress(RuntimeError):
+        return int(asked._get_sequence_number_for_group())
+    return 0
 
 
 def in_backward() -> bool:

@@ -16,13 +16,12 @@ Env: TypeAlias = Mapping[str, str]
 # Without MASTER_ADDR and MASTER_PORT, which users export for other launchers too.
 _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 TORCHRUN = (*_OF_TORCHRUN, "MASTER_ADDR", "MASTER_PORT")
-OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
 MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _CRAY = ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")
 _OF_RANK = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
-_MVAPICH, _JSRUN, _HOROVOD = (
+OPEN_MPI, _MVAPICH, _JSRUN, _HOROVOD = (
     tuple(f"{prefix}_{name}" for name in _OF_RANK)
-    for prefix in ("MV2_COMM_WORLD", "JSM_NAMESPACE", "HOROVOD")
+    for prefix in ("OMPI_COMM_WORLD", "MV2_COMM_WORLD", "JSM_NAMESPACE", "HOROVOD")
 )
 _FLUX = ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "FLUX_JOB_NNODES")
 # submitit's local executor, which starts all tasks on one host.
@@ -154,9 +153,8 @@ def _mpi(name: str, who: str, names: tuple[str, ...], env: Env) -> LaunchInfo:
     # Each mpirun has another namespace, so two runs on one host get two ports.
     namespace = env.get("PMIX_NAMESPACE", "").encode()
     port = 15000 + zlib.crc32(namespace) % 10000 if names is OPEN_MPI else 29500
-    return LaunchInfo(
-        name, rank, size, local_rank, local_size, None, None, address, _port(env, port)
-    )
+    place = None, None, address, _port(env, port)  # nor a number of the node
+    return LaunchInfo(name, rank, size, local_rank, local_size, *place)
 
 
 def _mpi_like(name: str, who: str, names: tuple[str, ...], *prefixes: str) -> "Launcher":

@@ -4,7 +4,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from pardata.environment._launchers import detect_launch
 logged_once = set[tuple[str, int, str]]()
 
 
-class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]  # none before Python 3.11
+class RankLogger(logging.LoggerAdapter[logging.Logger]):
     """A logger that knows its rank; made by `get_logger`."""
 
     def log(  # type: ignore[override]  # it has two more arguments
@@ -88,8 +88,7 @@ def _chosen(rank: int, level: int, ranks: str | Iterable[int] | None) -> bool:
 def _rank_and_size() -> tuple[int, int]:
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
-    try:
+    with suppress(ValueError):  # `init` reports invalid variables; a log line never fails
         launch = detect_launch(os.environ)
-    except ValueError:  # `init` reports invalid variables; a log line never fails
-        return 0, 1
-    return launch.rank, launch.size
+        return launch.rank, launch.size
+    return 0, 1

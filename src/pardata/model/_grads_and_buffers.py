@@ -35,10 +35,8 @@ def broadcast_coalesced(tensors: Iterable[Tensor], group: Any = None) -> None:
 
 def real_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Return the buffers by name, detached, complex ones viewed as real, as backends require."""
-    return {
-        name: torch.view_as_real(b.data) if b.is_complex() else b.data
-        for name, b in module.named_buffers()
-    }
+    named = module.named_buffers()
+    return {n: torch.view_as_real(b.data) if b.is_complex() else b.data for n, b in named}
 
 
 @cache

@@ -4,7 +4,6 @@ Does not compare buffers, which a step makes equal.
 """
 
 import zlib
-from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -18,7 +17,7 @@ from pardata.environment._world import store_client
 from pardata.model._torch_internals import has_comm_hook, modules_and_parameters
 from pardata.model._unwrap import unwrap
 from pardata.rng._seeds import run_seed
-from pardata.store._round import Facts, raise_if_different, require_equal
+from pardata.store._round import Facts, FactsOf, raise_if_different, require_equal
 
 CHECK_EVERY = 64  # steps: weights are compared in steps 1, 2, 4 … 32, and in each 64th
 _TRAINED = attrgetter("requires_grad")
@@ -48,24 +47,19 @@ class ReplicaState:
     def __init__(self, layer: nn.Module) -> None:
         self.step = 0
         self.structure: str | None = None
-        self._layer_ref = ref(layer)
+        self._layer: Any = ref(layer)
         self._flags: list[object] = []
         self._text = ""
 
-    @property
-    def _layer(self) -> Any:
-        return self._layer_ref()
-
     def __reduce__(self) -> tuple[object, ...]:
-        return ReplicaState, (self._layer,)
+        return ReplicaState, (self._layer(),)
 
     @classmethod
     def of(cls, layer: nn.Module) -> "ReplicaState":
         """Return the state of the model with this layer."""
-        held = vars(layer)
-        if _STATE not in held:
-            held[_STATE] = cls(layer)
-        state: ReplicaState = held[_STATE]
+        state: ReplicaState | None = vars(layer).get(_STATE)
+        if state is None:
+            state = vars(layer)[_STATE] = cls(layer)
         return state
 
     @property
@@ -81,7 +75,7 @@ class ReplicaState:
         """
         due = self.is_due
         if due or not self._flags:
-            parts, self._params = modules_and_parameters(unwrap(self._layer))
+            parts, self._params = modules_and_parameters(unwrap(self._layer()))
             self._attributes = [vars(part) for part in parts]  # half the time of reading a module
         # A part that torch.compile wraps has no mode, but the module inside has.
         flags: list[object] = [held.get("training") for held in self._attributes]
@@ -91,7 +85,7 @@ class ReplicaState:
             self._flags, self._text = flags, str(zlib.crc32(repr(flags).encode()))
         if not due:
             return self._text
-        weights = replicated(self._layer).values()
+        weights = replicated(self._layer()).values()
         return f"{self._text} {[int(digest_of(weight)) for weight in weights if weight.is_cpu]}"
 
     def differs_on_device(self, group: Any) -> Tensor | None:
@@ -99,7 +93,7 @@ class ReplicaState:
 
         Collective if they are due, and the host does not wait. None if they are not, or on a CPU.
         """
-        weights = replicated(self._layer).values() if self.is_due else ()
+        weights = replicated(self._layer()).values() if self.is_due else ()
         digests = [digest_of(weight) for weight in weights if not weight.is_cpu]
         if not digests:
             return None
@@ -111,23 +105,23 @@ class ReplicaState:
 
     def facts(self) -> Facts:
         """Return the state in full. On an accelerator the host waits."""
-        module = unwrap(self._layer)
+        module = unwrap(self._layer())
         return {
             "the seed of seed_everything": run_seed.seed,
             **{f"{name}.training".lstrip("."): m.training for name, m in module.named_modules()},
             **{f"{name}.requires_grad": p.requires_grad for name, p in module.named_parameters()},
-            **{name: f"bits {bits_of(p)}" for name, p in replicated(self._layer).items()},
+            **{name: f"bits {bits_of(p)}" for name, p in replicated(self._layer()).items()},
         }
 
-    def compare(self, call: str, more: Callable[[], Facts] = dict) -> None:
+    def compare(self, call: str, more: FactsOf = dict) -> None:
         """Raise on every rank, with a table, if the state or `more` differs. Collective."""
         cure = f"This is step {self.step} of the model. {_CURE}"
         differ = partial(raise_if_different, call, cure=cure, must="have the same in")
         require_equal(store_client(), call, lambda: {**more(), **self.facts()}, differ)
 
-    def raise_difference(self, call: str, more: Callable[[], Facts] = dict) -> None:
+    def raise_difference(self, call: str, more: FactsOf = dict) -> None:
         """Raise on every rank, after texts have differed. Collective."""
-        size = dist.get_world_size(getattr(self._layer, "process_group", None))
+        size = dist.get_world_size(getattr(self._layer(), "process_group", None))
         if size == dist.get_world_size():  # a smaller group has no store
             self.compare(call, more)
         raise RuntimeError(f"every rank must have the same in `{call}`, but one did not: {_CURE}")

@@ -4,7 +4,6 @@ import os
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -111,7 +110,7 @@ def read_weights(path: str | os.PathLike[str]) -> Any:
         RuntimeError: the file holds something else, or is damaged.
     """
     try:
-        if Path(path).suffix == ".safetensors":
+        if os.fspath(path).endswith(".safetensors"):
             from safetensors.torch import load_file  # noqa: PLC0415  # pardata does not require it
 
             return load_file(path)

@@ -106,10 +106,9 @@ class Progress(Generic[T]):
         if self._bar is not None:
             self._bar.n = done
             self._bar.set_postfix_str(", ".join(shown))
-        else:
+        elif sys.stderr is not None:  # None in a daemon
             line = f"{self._head}{done}{self._of} in {seconds:.1f} s"
-            if sys.stderr is not None:  # None in a daemon
-                print(", ".join([line, *shown]), file=sys.stderr)  # Python flushes it
+            print(", ".join([line, *shown]), file=sys.stderr)  # Python flushes it
 
 
 def _bar(description: str, total: int | None) -> Any:

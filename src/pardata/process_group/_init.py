@@ -18,7 +18,7 @@ from pardata._validation import to_timedelta
 from pardata.environment._launchers import SINGLE, LaunchInfo, detect_launch, unread_variable
 from pardata.environment._logger import get_logger
 from pardata.environment._world import GroupState, World, current_world, group_state, is_child
-from pardata.process_group._rendezvous import form_group
+from pardata.process_group._rendezvous import Device, form_group
 from pardata.process_group._shutdown import install_excepthook, register_state
 from pardata.process_group._watchdog import Watchdog
 
@@ -157,9 +157,7 @@ def _check_not_inherited(launch: LaunchInfo) -> None:
     raise RuntimeError(msg)
 
 
-def _check_same_arguments(
-    state: GroupState, device: torch.device | str | None, given: dict[str, object]
-) -> None:
+def _check_same_arguments(state: GroupState, device: Device, given: dict[str, object]) -> None:
     """Raise if arguments of a second `init` differ from those of the first."""
     world, wanted = state.world, None if device is None else torch.device(device)
     # A device type without an index is this rank's GPU.

@@ -3,14 +3,13 @@
 import os
 import socket
 import time
-import uuid
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,22 +18,20 @@ from pardata.environment import _device
 from pardata.environment._launchers import LaunchInfo
 from pardata.environment._world import GroupState, World, new_store_client, world_of_group
 from pardata.process_group._shutdown import release_store, shutdown
-from pardata.process_group._tcp_store import missing_ranks_error, open_store
-from pardata.store._client import StoreClient, append, wait_for
+from pardata.process_group._tcp_store import get_from_rank_zero, open_store
+from pardata.store._client import StoreClient, append
 from pardata.store._rank_errors import format_rank_table, summary_line
 from pardata.store._round import abort_rounds, exchange, missing_ranks_text, raise_if_different
 
 _T = TypeVar("_T")
 
+Device: TypeAlias = torch.device | str | None  # as `init` is given it
+
 _MARGIN = timedelta(seconds=10)
 
 
 def form_group(
-    launch: LaunchInfo | None,
-    *,
-    backend: str | None,
-    timeout: timedelta | None,
-    device: torch.device | str | None,
+    launch: LaunchInfo | None, *, backend: str | None, timeout: timedelta | None, device: Device
 ) -> GroupState:
     """Create the process group that `launch` describes, or adopt the one that exists. Collective.
 
@@ -61,9 +58,8 @@ def form_group(
             binds = plan["binds"] and client.size > 1
             how["device_id"] = torch.device(propose()["device"]) if binds else None
             create_on_all_ranks(client, partial(dist.init_process_group, **how))
-        cpu_group = None
-        if not plan["is_apart"]:
-            cpu_group = create_on_all_ranks(client, partial(_device.new_gloo_group, patience))
+        new_group = partial(_device.new_gloo_group, patience)
+        cpu_group = None if plan["is_apart"] else create_on_all_ranks(client, new_group)
     except BaseException as error:  # cleans up and raises again
         if launch is not None and dist.is_initialized():
             dist.destroy_process_group()
@@ -99,9 +95,7 @@ def create_on_all_ranks(client: StoreClient, create: Callable[[], _T]) -> _T:
     return created[0]
 
 
-def _proposal(
-    launch: LaunchInfo | None, backend: str | None, wanted: torch.device | str | None
-) -> dict[str, Any]:
+def _proposal(launch: LaunchInfo | None, backend: str | None, wanted: Device) -> dict[str, Any]:
     """Return a rank's proposal for the group, and make its device current."""
     device = None if wanted is None else torch.device(wanted)
     if launch is None:
@@ -123,24 +117,12 @@ def _proposal(
             has_one = len(seen) < 2 * launch.local_size
     else:
         _device.checked_device(device)  # raises for a missing accelerator
+    facts = {"host": host, "address": "", "cpus": _device.cpus_of_process(), "gpu": gpu}
     # Only for a new group.
-    address = "" if launch is None or os.environ.get("GLOO_SOCKET_IFNAME") else _address_of(host)
-    return {
-        "host": host,
-        "address": address,
-        "cpus": _device.cpus_of_process(),
-        "gpu": gpu,
-        "device": str(device),
-        "has_one": has_one,
-        "backend": backend,
-    }
-
-
-def _address_of(host: str) -> str:
-    """Return the address to which gloo's peers connect, "" if the host's name has none."""
-    with suppress(OSError):
-        return socket.gethostbyname(host)
-    return ""
+    if launch is not None and not os.environ.get("GLOO_SOCKET_IFNAME"):
+        with suppress(OSError):  # the name of the host has no address
+            facts["address"] = socket.gethostbyname(host)  # to which gloo's peers connect
+    return {**facts, "device": str(device), "has_one": has_one, "backend": backend}
 
 
 def select_device(launch: LaunchInfo, wanted: torch.device | None) -> torch.device:
@@ -177,18 +159,17 @@ def with_fresh_prefix(client: StoreClient) -> StoreClient:
     """
     if client.rank == 0:
         return _serve_prefix(client)
-    store, word = client.store, uuid.uuid4().hex
+    store, word = client.store, os.urandom(16).hex()
     append(store, "asked", word)
-    if not wait_for(store, [f"answer/{word}"], client.timeout):
-        raise missing_ranks_error([0], client.size, client.timeout)
-    part = dist.PrefixStore(store.get(f"answer/{word}").decode(), store)
+    name = get_from_rank_zero(store, f"answer/{word}", client.size, client.timeout)
+    part = dist.PrefixStore(name, store)
     append(part, "came", str(client.rank))
     return replace(client, store=part)
 
 
 def _serve_prefix(client: StoreClient) -> StoreClient:
     """Send the prefix to each rank; if some do not come, the first round's error names them."""
-    name, store = uuid.uuid4().hex, client.store
+    name, store = os.urandom(16).hex(), client.store
     part = dist.PrefixStore(name, store)
     append(store, "asked", "")  # both keys must exist to be read
     append(part, "came", "")
@@ -227,12 +208,10 @@ def _check_proposals(proposals: list[dict[str, Any]]) -> dict[str, Any]:
                 f"{ranks} ranks on {host} share one GPU: start one per GPU, or init(backend='gloo')"
             )
     ways = [(one["backend"], torch.device(one["device"])) for one in proposals]
-    return {
-        "hosts": hosts,
-        # The number of ranks of the same host and the same cores, for each rank.
-        "cpu_sharers": [sharers[one] for one in cpus],
-        # Bind the group on all ranks or on none, because bound ranks connect at once. Not if a
-        # process sees several GPUs, because a bound group accepts tensors of no other GPU.
-        "binds": all(one["has_one"] for one in proposals),
-        "is_apart": len(ways) == 1 or all(_device.has_cpu_backend_beside(*way) for way in ways),
-    }
+    is_apart = len(ways) == 1 or all(_device.has_cpu_backend_beside(*way) for way in ways)
+    # Bind the group on all ranks or on none, because bound ranks connect at once. Not if a process
+    # sees several GPUs, because a bound group accepts tensors of no other GPU.
+    binds = all(one["has_one"] for one in proposals)
+    # The number of ranks of the same host and the same cores, for each rank.
+    cpu_sharers = [sharers[one] for one in cpus]
+    return {"hosts": hosts, "cpu_sharers": cpu_sharers, "binds": binds, "is_apart": is_apart}

@@ -39,7 +39,8 @@ def register_state(state: GroupState) -> None:
     """Set the state that `init` created. If `init` created the group, destroy it at exit."""
     process.state = state
     if state.world.launcher == "existing":
-        weakref.finalize(dist.group.WORLD, _release_adopted, state).atexit = False
+        # Its owner destroys it; then its connections are released.
+        weakref.finalize(dist.group.WORLD, _release, state).atexit = False
         return
     atexit.register(_close_at_exit)
     state.resources.callback(atexit.unregister, _close_at_exit)
@@ -51,8 +52,8 @@ def register_state(state: GroupState) -> None:
     state.resources.callback(os.environ.pop, "PARDATA_JOINED", None)
 
 
-def _release_adopted(state: GroupState) -> None:
-    """Release the connections of an adopted group, which its owner has destroyed."""
+def _release(state: GroupState) -> None:
+    """Release the resources of a group, which is not the current one any more."""
     if process.state is state:
         process.state = None
     state.resources.close()
@@ -70,8 +71,7 @@ def shutdown(error: BaseException | None) -> None:
     succeeds = isinstance(error, SystemExit) and not error.code
     if error is None or succeeds or isinstance(error, GeneratorExit) or state.world.size == 1:
         if state.world.launcher != "existing":
-            process.state = None
-            state.resources.close()
+            _release(state)
     else:
         _fail_despite_signals(error, state)
 

@@ -5,12 +5,11 @@ Does not distinguish two runs that no launcher has named.
 
 import os
 import socket
-from collections.abc import Mapping
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from pardata.environment._launchers import LaunchInfo
+from pardata.environment._launchers import Env, LaunchInfo
 from pardata.store._client import set_once, wait_for
 from pardata.store._round import missing_ranks_text
 
@@ -69,27 +68,26 @@ def _check_run(store: dist.Store, launch: LaunchInfo, timeout: timedelta) -> Non
     ours = run_name(launch, os.environ)
     if launch.rank == 0:
         theirs = set_once(store, _RUN, ours)
-    elif wait_for(store, [_RUN], timeout):
-        theirs = store.get(_RUN).decode()
     else:
-        raise missing_ranks_error([0], launch.size, timeout)
+        theirs = get_from_rank_zero(store, _RUN, launch.size, timeout)
     if theirs != ours:
         msg = f"{launch.endpoint} is the store of {theirs}, not {ours}: set a free MASTER_PORT"
         raise RuntimeError(msg)
 
 
-def missing_ranks_error(missing: list[int], size: int, timeout: timedelta) -> TimeoutError:
-    """Return the error that names the missing ranks."""
-    who = missing_ranks_text(missing, size, f" within {timeout}")
-    return TimeoutError(f"`init` must be reached by every rank, but {who}")
+def get_from_rank_zero(store: dist.Store, key: str, size: int, timeout: timedelta) -> str:
+    """Return the text that rank 0 writes; raise an error that names it if it does not come."""
+    if not wait_for(store, [key], timeout):
+        who = missing_ranks_text([0], size, f" within {timeout}")
+        raise TimeoutError(f"`init` must be reached by every rank, but {who}")
+    return store.get(key).decode()
 
 
-def run_name(launch: LaunchInfo, env: Mapping[str, str]) -> str:
+def run_name(launch: LaunchInfo, env: Env) -> str:
     """Return the launcher's name of this run, the same on all of its ranks."""
     if launch.launcher == "slurm":
-        restarts = env.get("SLURM_RESTART_COUNT", "0")
         job, step = env.get("SLURM_JOB_ID"), env.get("SLURM_STEP_ID")
-        return f"SLURM job {job}, step {step}, start {restarts}"
+        return f"SLURM job {job}, step {step}, start {env.get('SLURM_RESTART_COUNT', '0')}"
     if env.get("TORCHELASTIC_RUN_ID", "none") != "none":
         return f"torchrun's run {env['TORCHELASTIC_RUN_ID']}"
     if launch.launcher == "mpi" and "PMIX_NAMESPACE" in env:

@@ -26,15 +26,7 @@ from pardata.environment._device import has_accelerator_backend
 from pardata.environment._logger import flush_output, get_logger
 from pardata.environment._world import GroupState
 from pardata.store._client import SERVER, StoreClient, multi_get_or_none, set_once
-from pardata.store._current_op import (
-    LOADER,
-    Frame,
-    OpRecord,
-    current_op,
-    frames_of,
-    location,
-    user_frame,
-)
+from pardata.store._current_op import LOADER, OpRecord, current_op, frames_of, location, user_frame
 from pardata.store._rank_errors import format_rank_table, format_ranks, is_secondary
 
 _log = get_logger(__name__)
@@ -67,7 +59,11 @@ def rank_status(record: OpRecord, frame: FrameType) -> RankStatus:
     user = user_frame(frames)
     # Otherwise pardata has called the user's code.
     is_inside = any(one.package == "pardata" for one in frames[user:])
-    compiles = any(one.package == "torch" and _compiles(one) for one in frames)
+    compiles = any(
+        "/convert_frame.py:" in one.place or one.function.startswith("compile_fx")
+        for one in frames
+        if one.package == "torch"
+    )
     waits = is_inside and call not in ("", LOADER) and not (compiles or current_op.leads)
     text = f"at {frames[user].place if is_inside else location(frames)}"
     if is_in := current_op.leads or call:
@@ -78,11 +74,6 @@ def rank_status(record: OpRecord, frame: FrameType) -> RankStatus:
         after = "after " * (call == LOADER)
         text = f"{text} ({after}step {step.number} of epoch {step.epoch})"
     return RankStatus(text, waits, time.monotonic() - since)
-
-
-def _compiles(frame: Frame) -> bool:
-    """Return whether torch.compile is compiling in this frame."""
-    return "/convert_frame.py:" in frame.place or frame.function.startswith("compile_fx")
 
 
 def status_table(found: Mapping[int, RankStatus], size: int) -> str:
@@ -158,15 +149,16 @@ class Watchdog(Thread):
             self._end_if_lost(since)
         waits = now - since if call or step is not None else 0.0
         if self._began is not None and record is not self._began:
-            over = f"watchdog/{self._number}/over"
-            self._client.request(lambda store: store.set(over, ""))
+            self._client.request(lambda store: store.set(f"watchdog/{self._number}/over", ""))
             self._began = None
         news = self._poll(rank_status(record, frame))
         if self._answered is None:
             if news or waits >= self._after:
                 self._report_self(rank_status(record, frame), is_first=not news, record=record)
         elif news:
-            self._end_stall(self._after + now - self._answered)
+            if self._logs:
+                _log.warning("the run continues after %.0f s", self._after + now - self._answered)
+            self._number, self._answered, self._logs = self._number + 1, None, False
         elif not self._has_asked and now - self._answered > self._patience:
             self._log_once()
 
@@ -220,8 +212,3 @@ class Watchdog(Thread):
         found = {rank: json.loads(text) for rank, text in enumerate(texts) if text}
         fresh = {rank: RankStatus(*one[1]) for rank, one in found.items() if one[0] == number}
         _log.warning(status_table(fresh, size))
-
-    def _end_stall(self, seconds: float) -> None:
-        if self._logs:
-            _log.warning("the run continues after %.0f s", seconds)
-        self._number, self._answered, self._logs = self._number + 1, None, False

@@ -1,6 +1,6 @@
 """A client of the process group's key-value store. Every request has a deadline."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,7 +21,6 @@ SERVER = "the process that serves the group's store (rank 0, or torchrun's agent
 # Seconds that a request may take in addition to its wait, because a loaded server is slow. A server
 # that has ended is noticed at once; a stopped one, or a broken network, after this margin.
 _MARGIN = 10.0
-_NO_WAIT = timedelta(0)
 
 
 @dataclass(eq=False)
@@ -48,7 +47,7 @@ class StoreClient:
     _requests: Requests | None = field(default=None, init=False)  # to the client's thread
     _is_held: bool = field(default=False, init=False)  # an unfinished request has the connection
 
-    def request(self, work: Callable[[dist.Store], _T], wait: timedelta = _NO_WAIT) -> _T:
+    def request(self, work: Callable[[dist.Store], _T], wait: timedelta = timedelta(0)) -> _T:
         """Return ``work(store)``, which may wait for other ranks for `wait`.
 
         It runs in the client's thread, so that Ctrl-C and the deadline work: torch waits forever
@@ -124,11 +123,9 @@ def set_once(store: dist.Store, key: str, text: str) -> str:
     return found
 
 
-def multi_get_or_none(store: dist.Store, keys: Sequence[str]) -> list[str | None]:
+def multi_get_or_none(store: dist.Store, keys: list[str]) -> list[str | None]:
     """Return the values of `keys`, None for a key that is not set."""
-    present = list(keys)
-    if not store.check(present):
-        present = [key for key in keys if store.check([key])]
+    present = keys if store.check(keys) else [key for key in keys if store.check([key])]
     texts = dict(zip(present, store.multi_get(present), strict=True)) if present else {}
     return [texts[key].decode() if key in texts else None for key in keys]
 

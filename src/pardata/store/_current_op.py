@@ -99,12 +99,12 @@ def call_site() -> str:
 
 def raise_location(error: BaseException) -> str:
     """Return the file and line of the user's code that raised `error`."""
-    return _user_place(_frames(traceback.walk_tb(error.__traceback__)))
+    return _user_place([*_frames(traceback.walk_tb(error.__traceback__))])
 
 
 def frames_of(frame: FrameType) -> list[Frame]:
     """Return the frames of a stack, outermost first. Reads no file."""
-    return _frames(traceback.walk_stack(frame))[::-1]
+    return [*_frames(traceback.walk_stack(frame))][::-1]
 
 
 def user_frame(frames: Sequence[Frame]) -> int:
@@ -125,13 +125,11 @@ def _user_place(frames: Sequence[Frame]) -> str:
     return users[-1].place if users else "an unknown line"
 
 
-def _frames(frames: Iterable[tuple[FrameType, int]]) -> list[Frame]:
-    found = []
+def _frames(frames: Iterable[tuple[FrameType, int]]) -> Iterator[Frame]:
     for frame, line in frames:
         package, file = _source(frame.f_code.co_filename)
         place = f"{file if package else _short(file)}:{line}"
-        found.append(Frame(package, place, frame.f_code.co_name))
-    return found
+        yield Frame(package, place, frame.f_code.co_name)
 
 
 def _short(file: str) -> str:

@@ -1,13 +1,11 @@
 """Errors that name ranks: an exception of one rank as plain data, lists and tables of ranks."""
 
-import base64
 import pickle
 import re
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -28,8 +26,7 @@ _LINE_LENGTH = 2000
 _LONG = 4  # consecutive ranks from this number on are written as a range
 
 
-@dataclass(frozen=True)
-class RemoteError:
+class RemoteError(NamedTuple):
     """An exception and its origin, as values that fit in JSON.
 
     Attributes:
@@ -66,7 +63,7 @@ class RemoteError:
         """
         error: BaseException = RuntimeError(self.summary)
         if self.pickled is not None:
-            error = pickle.loads(base64.b64decode(self.pickled))  # noqa: S301  # of this run
+            error = pickle.loads(bytes.fromhex(self.pickled))  # noqa: S301  # of this run
         origin = f"raised on rank {self.rank} in `{self.call}`:\n\n{self.traceback}"
         error.__cause__ = RuntimeError(origin)
         return error
@@ -137,7 +134,7 @@ def _pickled(error: BaseException) -> str | None:
         same = type(back) is type(error) and str(back) == str(error) and len(data) <= _MOST
     except Exception:  # noqa: BLE001  # the user's pickling may raise anything
         return None
-    return base64.b64encode(data).decode() if same else None
+    return data.hex() if same else None
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

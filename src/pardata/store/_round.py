@@ -12,7 +12,6 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -32,6 +31,7 @@ from pardata.store._rank_errors import (
 # Its argument: the values of all ranks, in rank order.
 Decide: TypeAlias = Callable[[list[Any]], object]
 Facts: TypeAlias = Mapping[str, object]
+FactsOf: TypeAlias = Callable[[], Facts]
 Result: TypeAlias = dict[str, Any]
 
 _RAISABLE = {e.__name__: e for e in (RuntimeError, ValueError, TypeError, TimeoutError)}
@@ -91,9 +91,7 @@ def exchange(
         error = None  # the frame would hold the error until a garbage collection
 
 
-def require_equal(
-    client: StoreClient, call: str, facts_of: Callable[[], Facts], differ: Decide
-) -> None:
+def require_equal(client: StoreClient, call: str, facts_of: FactsOf, differ: Decide) -> None:
     """Raise unless `facts_of` returns the same on every rank; facts may be long. Collective.
 
     The ranks compare a digest. Only if it differs they send their facts, and all raise the error of
@@ -109,7 +107,7 @@ def require_equal(
         exchange(client, f"{call} (in detail)", lambda: facts, differ)
 
 
-def compare_facts(client: StoreClient, call: str, facts_of: Callable[[], Facts], cure: str) -> None:
+def compare_facts(client: StoreClient, call: str, facts_of: FactsOf, cure: str) -> None:
     """Raise on every rank, with a table and `cure`, if `facts_of` returns different facts.
 
     Collective.
@@ -149,7 +147,7 @@ def lead(client: StoreClient, call: str) -> Iterator[None]:
         remote = RemoteError.of(error, rank=client.rank, call=section)
         with suppress(Exception):  # the error of the block matters more
             this = _Round(client, call)
-            client.request(lambda store: this.publish(store, {"errors": [asdict(remote)]}))
+            client.request(lambda store: this.publish(store, {"errors": [remote._asdict()]}))
         raise
     finally:
         current_op.leads = ""
@@ -190,9 +188,7 @@ class _Round:
         self._number, self._where = client.rounds, call_site()
         self._key = f"result/{client.rounds}"
 
-    def wait(
-        self, timeout: timedelta, value: object = None, error: Exception | None = None
-    ) -> Result:
+    def wait(self, timeout: timedelta, value: object, error: Exception | None) -> Result:
         """Contribute `value` or `error`, and return the result once it is there.
 
         The wait is split by the group's timeout, so that a stopped store is noticed.
@@ -222,7 +218,7 @@ class _Round:
         if error is not None:
             # The other ranks raise its text.
             text, follows = type_and_message(error), is_secondary(error)
-            failed = asdict(RemoteError(client.rank, self._call, text, is_secondary=follows))
+            failed = RemoteError(client.rank, self._call, text, is_secondary=follows)._asdict()
         entry = {"round": self._number, "call": self._call, "value": value, "error": failed}
         store.set(f"at/{client.rank}", json.dumps(entry))
         if store.add(f"count/{self._number}", 1) == client.size:

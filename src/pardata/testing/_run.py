@@ -12,7 +12,7 @@ from datetime import timedelta
 from itertools import zip_longest
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, TypeVarTuple, Unpack
+from typing import Any, NamedTuple, TypeAlias, TypeVar, TypeVarTuple, Unpack
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from pardata.strategies._weights import named_tensors
 
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
+_Started: TypeAlias = tuple[Any, Connection]  # a rank's process, and the pipe of its result
 
 # Seconds in which the other ranks may end after one has failed.
 _GRACE = 5.0
@@ -76,7 +77,7 @@ def run(
     with tempfile.TemporaryDirectory(prefix="pardata-run-") as directory:
         method = multiprocessing.get_start_method(allow_none=True)
         settings = _RunSettings(directory, world_size, timeout, variables, method)
-        processes: list[tuple[Any, Connection]] = []
+        processes: list[_Started] = []
         outcomes: dict[int, Any] = {}
         try:
             # One by one, so that `processes` holds those to end if the next cannot be started.
@@ -183,7 +184,7 @@ class _RunSettings(NamedTuple):
     start_method: str | None
 
 
-def _start(rank: int, settings: _RunSettings, job: bytes) -> tuple[Any, Connection]:
+def _start(rank: int, settings: _RunSettings, job: bytes) -> _Started:
     """Start a rank; return its process, and the pipe of its pickled result or `RemoteError`."""
     pipe, sender = multiprocessing.Pipe(duplex=False)
     # A fork server that has imported torch forks a rank in milliseconds; a new interpreter takes
@@ -196,9 +197,7 @@ def _start(rank: int, settings: _RunSettings, job: bytes) -> tuple[Any, Connecti
     return process, pipe
 
 
-def _join(
-    processes: list[tuple[Any, Connection]], outcomes: dict[int, Any], settings: _RunSettings
-) -> list[Any]:
+def _join(processes: list[_Started], outcomes: dict[int, Any], settings: _RunSettings) -> list[Any]:
     """Return the results of the ranks, or raise the error of the first rank to fail.
 
     It adds their `outcomes` as they arrive.

@@ -99,11 +99,11 @@ def launch(args):
                 store.set("died", str(time.monotonic()))
                 print(f"{name} was killed, and a new process starts", flush=True)
         here = {name for name in processes if store.check([f"here/{name}"])}
-        if here == group:  # nobody died: they wait for a new process, or the script is wrong
-            status = int(len(here) == args.size)
-        elif len(here) == args.size or (group and here >= members):
-            members, group = here, {*here}
-            order = sorted(here, key=lambda name: (-int(store.get(f"here/{name}")), name))
+        crew = members if group and members < group else {*processes}  # new ones wait after a death
+        if here >= crew:
+            status = int(crew == group)  # nobody has died or joined: an error in the script
+            members, group = {*crew}, {*crew}
+            order = sorted(crew, key=lambda name: (-int(store.get(f"here/{name}")), name))
             for rank, name in enumerate(order):
                 store.delete_key(f"here/{name}")
                 store.queue_push(f"rank/{name}", f"{rank} {len(order)}")

@@ -111,4 +111,5 @@ if __name__ == "__main__":
         sys.exit()
     with tempfile.TemporaryDirectory(prefix="warm-", dir="/dev/shm") as memory:
         args.run_dir = args.run_dir or memory
+        print(f"checkpoints in {args.run_dir}", flush=True)
         sys.exit(serve(args))

@@ -44,7 +44,7 @@ class Run:
         """Train with all processes that are here, until all is done."""
         done = False
         while not done:
-            self.store.set(f"here/{self.name}", str(self.step))
+            self.store.set(f"step/{self.name}", str(self.step))
             rank, size = self.store.queue_pop(f"rank/{self.name}").decode().split()  # it waits
             os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
             with ExitStack() as group:  # an error that leaves `with init()` would keep the group
@@ -88,8 +88,8 @@ def launch(args):
     processes, members, group, status = {}, set(), None, 0
     while status == 0 and (members or group is None):
         while len(processes) < args.size:
-            own = {**env, "NAME": (name := f"p{store.add('started', 1)}")}
-            processes[name] = subprocess.Popen([sys.executable, *sys.argv], env=own)  # noqa: S603  # this script
+            variables = {**env, "NAME": (name := f"p{store.add('started', 1)}")}
+            processes[name] = subprocess.Popen([sys.executable, *sys.argv], env=variables)  # noqa: S603  # this script
         time.sleep(0.005)
         for name in [name for name in processes if processes[name].poll() is not None]:
             members.discard(name)
@@ -98,14 +98,14 @@ def launch(args):
                 del processes[name]
                 store.set("died", str(time.monotonic()))
                 print(f"{name} was killed, and a new process starts", flush=True)
-        here = {name for name in processes if store.check([f"here/{name}"])}
+        waiting = {name for name in processes if store.check([f"step/{name}"])}
         crew = members if group and members < group else {*processes}  # new ones wait after a death
-        if here >= crew:
+        if waiting >= crew:
             status = int(crew == group)  # nobody has died or joined: an error in the script
             members, group = {*crew}, {*crew}
-            order = sorted(crew, key=lambda name: (-int(store.get(f"here/{name}")), name))
+            order = sorted(crew, key=lambda name: (-int(store.get(f"step/{name}")), name))
             for rank, name in enumerate(order):
-                store.delete_key(f"here/{name}")
+                store.delete_key(f"step/{name}")
                 store.queue_push(f"rank/{name}", f"{rank} {len(order)}")
     for process in processes.values():
         process.kill()

@@ -42,7 +42,7 @@ LONGEST = (
     *("test_init.py", "test_uncaught_exceptions.py", "test_run.py", "test_slow_disk.py"),
     *("test_hang.py", "test_comm_errors.py", "test_shutdown.py", "test_watchdog.py"),
     *("test_workers.py", "test_same_batches.py", "test_interpreter_end.py", "test_public_api.py"),
-    *("test_elastic.py", "test_examples.py", "test_benchmarks.py"),
+    *("test_elastic.py", "test_killed_ranks.py", "test_examples.py", "test_benchmarks.py"),
 )
 HERE = Path(__file__).parent
 assert {path.name for path in HERE.iterdir()}.issuperset(MARKS)

@@ -140,7 +140,8 @@ with socket.socket(socket.AF_UNIX) as connection:
         signal.signal(number, forward)
     status = int(said.read())
 if status < 0:
-    signal.signal(-status, signal.SIG_DFL)
+    if status != -signal.SIGKILL:  # which nobody can handle
+        signal.signal(-status, signal.SIG_DFL)
     os.kill(os.getpid(), -status)
 sys.exit(status)
 """

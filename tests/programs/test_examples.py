@@ -12,6 +12,7 @@ from processes import run
 
 soak = pytest.mark.soak
 SHORT = {"mnist.py": 80, "cifar10.py": 102, "text.py": 120, "elastic.py": 130}
+SHORT |= {"warm.py": 115, "survive.py": 120}
 
 
 def printed_by(name, *arguments, size):

@@ -2,13 +2,14 @@
 
 import math
 from fractions import Fraction
+from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pardata.data._plan import local_range
+from pardata.data._plan import even_ranges
 from pardata.strategies.exact._tree_all_reduce import IDENTITY, TreeStack, subtrees_by_rank
 
 special = st.sampled_from([0.0, -0.0, math.inf, -math.inf, math.nan, 3e38, -3e38, 1e-45, 1.0])
@@ -21,14 +22,13 @@ def stack_of(count):
     return TreeStack(count, lambda left, right: left + right)
 
 
-def by_ranks(told, size):
-    """Add as ranks do, each its share, and what owners then do."""
+def by_ranks(told, ranges):
+    """Add as ranks do, each its range, and what owners then do."""
     owner, found = stack_of(len(told)), []
-    for rank in range(size):
+    for part, expected in zip(ranges, subtrees_by_rank(ranges), strict=True):
         own = stack_of(len(told))
-        for number in local_range(len(told), rank, size):
+        for number in part:
             own.push((number, number + 1), torch.tensor(told[number]))
-        expected = subtrees_by_rank(len(told), size)[rank]
         assert [span for span, _ in own.subtrees] == list(expected)
         found += own.subtrees
     for span, value in found:
@@ -43,9 +43,13 @@ def bits(total):
     return "NaN" if total.isnan() else total.view(torch.int32).item()
 
 
-@given(leaves, st.integers(1, 8))
-def test_a_sum_is_bitwise_equal_at_any_number_of_ranks(told, size):
-    assert bits(by_ranks(told, size)) == bits(by_ranks(told, 1))
+@given(leaves, st.integers(1, 8), st.lists(st.integers(0, 70), max_size=7))
+def test_a_sum_is_bitwise_equal_however_the_ranks_share_it(told, size, cuts):
+    count = len(told)
+    ends = [0, *sorted(min(cut, count) for cut in cuts), count]
+    expected = bits(by_ranks(told, (range(count),)))
+    assert bits(by_ranks(told, even_ranges(count, size))) == expected
+    assert bits(by_ranks(told, tuple(range(*pair) for pair in pairwise(ends)))) == expected
 
 
 @given(numbers)
@@ -60,15 +64,18 @@ def test_the_error_of_a_sum_grows_with_the_tree_height(told):
     height = math.ceil(math.log2(len(told)))
     most = Fraction(2) ** -24 * height * sum(abs(Fraction(x)) for x in told)
     least = Fraction(2) ** -149 * len(told)
-    assert abs(Fraction(by_ranks(told, 1).item()) - true) <= Fraction(101, 100) * most + least
+    assert (
+        abs(Fraction(by_ranks(told, (range(len(told)),)).item()) - true)
+        <= Fraction(101, 100) * most + least
+    )
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_each_of_two_or_four_ranks_has_at_most_one_subtree(size):
     for count in range(1, 300):
-        assert max(map(len, subtrees_by_rank(count, size))) == 1
+        assert max(map(len, subtrees_by_rank(even_ranges(count, size)))) == 1
 
 
 def test_pieces_of_other_numbers_of_ranks():
-    assert subtrees_by_rank(6, 3) == (((0, 2),), ((2, 3), (3, 4)), ((4, 5), (5, 6)))
-    assert [len(own) for own in subtrees_by_rank(2, 4)] == [1, 0, 1, 0]
+    assert subtrees_by_rank(even_ranges(6, 3)) == (((0, 2),), ((2, 3), (3, 4)), ((4, 5), (5, 6)))
+    assert [len(own) for own in subtrees_by_rank(even_ranges(2, 4))] == [1, 0, 1, 0]

@@ -232,7 +232,7 @@ class ExactStep(DdpStep):
     def _facts(self) -> Facts:
         """Return the facts of `_key`, except the state of the replica; raise a kept error."""
         facts = {"microbatches": self.batch.counts, "earlier calls": self.batch.runs}
-        facts["the microbatches of each rank"] = self.batch.ranges
+        facts["ranges of microbatches"] = str(self.batch.ranges)
         return {**self.metrics.facts(), **facts, **self._means.facts()}
 
 

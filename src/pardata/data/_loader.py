@@ -226,7 +226,7 @@ class Loader(FixedArguments):
             facts: dict[str, Any] = {"epoch": step.epoch, "step": step.number, "first": step.first}
             facts |= {"counts": self._plan.microbatch_sizes(step.samples)}
             facts |= {"seed": self._schema.facts["seed"], "size": self._plan.size}
-            facts["ranges"] = None if self._plan.costs is None else step.ranges
+            facts |= {"ranges": step.ranges, "by_cost": self._plan.costs is not None}
             read = batches if step.local_samples else ()
             facts |= {"missing": fetched.missing[: len(read)], "placeholder": batches[0]}
             return step, fetched.state, Microbatches(read, **facts)

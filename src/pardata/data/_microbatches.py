@@ -53,7 +53,8 @@ class Microbatches(Sequence[_T]):
         counts: Iterable[int],
         seed: int = 0,
         size: int = 1,
-        ranges: Sequence[range] | None = None,
+        ranges: Sequence[range] = (),
+        by_cost: bool = False,
         placeholder: _T | None = None,
         missing: Iterable[int] = (),
     ) -> None:
@@ -62,7 +63,7 @@ class Microbatches(Sequence[_T]):
         self.epoch, self.step, self.first = epoch, step, first
         self.seed, self.size, self.runs = seed, size, 0
         self.ranges = tuple(ranges or even_ranges(len(self.counts), size))
-        self.by_cost = ranges is not None
+        self.by_cost = by_cost
         self._others = placeholder
 
     @property

@@ -119,6 +119,16 @@ def the_data() -> None:
     )
     pardata.make_loader(Words(), batch_sampler=[[0, 1], (2,)])
     pardata.make_loader(Words(), batch_sampler=[0, 1])  # type: ignore[list-item]  # pyright: ignore[reportArgumentType]  # no lists
+    pardata.make_loader(Words(), 2, cost=[1, 2.5])
+    pardata.make_loader(Words(), 2, cost=torch.ones(2))
+    pardata.make_loader(Words(), 2, cost=lambda index: 2.0 * index)
+    pardata.make_loader(Words(), 2, cost=2)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]  # no numbers
+    mixture = pardata.Mixture({"words": (Words(), 0.5), "list": (["a"], 2)}, length=3, named=True)
+    mixture.set_epoch(1, seed=2)
+    assert_type(len(mixture), int)
+    pardata.make_loader(mixture, 2)
+    pardata.Mixture(Words(), weights=torch.ones(2))
+    pardata.Mixture([1, 2], weights=[1, 2.5])
     pardata.make_loader(Lines(), 2, microbatch_size=None, sharded=True, batch_transform=None)
     assert_type(pardata.cache_dataset(Words()), pardata.CachedDataset)
     pardata.make_loader(pardata.cache_dataset(Words(), Path("cache"), num_workers="auto"), 2)

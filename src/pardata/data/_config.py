@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from pardata._pytree import content_hash
-from pardata._validation import check_bool, check_int, check_map_style, vector_of
+from pardata._validation import Vector, check_bool, check_int, check_map_style, vector_of
 from pardata.data._batch import uneven_shares
 from pardata.data._held_objects import listed_samples
 from pardata.data._mixture import Mixture
@@ -40,7 +40,7 @@ class LoaderConfig:
     microbatch_size: int | None
     sampler: Any
     batch_sampler: Iterable[Sequence[Any]] | None
-    cost: Sequence[float] | Callable[[int], float] | None
+    cost: Vector | Callable[[int], float] | None
     sharded: bool
     num_workers: int | Literal["auto"]
     seed: int | None

@@ -5,7 +5,7 @@ same on every platform.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
@@ -15,7 +15,14 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from pardata._pytree import content_hash
-from pardata._validation import FixedArguments, check_bool, check_int, check_map_style, vector_of
+from pardata._validation import (
+    FixedArguments,
+    Vector,
+    check_bool,
+    check_int,
+    check_map_style,
+    vector_of,
+)
 from pardata.data._shuffle import Shuffle, random_words
 from pardata.rng._seeds import mix
 
@@ -61,12 +68,18 @@ class Mixture(FixedArguments, Dataset[Any]):
     _arguments = frozenset({"sources", "weights", "length", "named"})
 
     def __init__(
-        self, sources: Any, *, weights: Any = None, length: int | None = None, named: bool = False
+        self,
+        sources: Mapping[Any, tuple[Any, float]] | Dataset[Any] | Sequence[Any],
+        *,
+        weights: Vector | None = None,
+        length: int | None = None,
+        named: bool = False,
     ) -> None:
         check_bool("named", named)
-        pairs = sources if weights is None else {"dataset": (sources, 1)}
+        pairs: Any = sources if weights is None else {"dataset": (sources, 1)}
         self._named, self._shares = named, _shares(pairs)
-        self.names, self.datasets = [*pairs], [dataset for dataset, _ in pairs.values()]
+        self.names: list[Any] = [*pairs]
+        self.datasets: list[Any] = [dataset for dataset, _ in pairs.values()]
         self._lengths = [*map(len, self.datasets)]
         largest = self._lengths.index(max(self._lengths))
         usual = math.ceil(self._lengths[largest] / self._shares[largest])

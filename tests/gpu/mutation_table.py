@@ -148,7 +148,7 @@ MUTATIONS = {
     ),
     "nothing is copied": Mutation(
         "checkpoint/_snapshot.py",
-        "make = copies.of if is_copied else _plain_tensor",
+        "make = copies.of if copy and (world.is_main or name in per_rank) else _plain_tensor",
         "make = _plain_tensor",
         f"{CHECKPOINTS} {TWO} -k checkpoint",
     ),

@@ -6,18 +6,11 @@ from collections.abc import Collection, Mapping
 from datetime import timedelta
 from numbers import Integral
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
-
-
-class Vector(Protocol):
-    """Numbers in an order: a list, an array or a tensor."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: Any, /) -> Any: ...
 
 
 def type_with_article(value: object) -> str:

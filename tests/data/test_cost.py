@@ -126,6 +126,13 @@ def test_costs_are_those_at_the_call():
     assert run(changed_afterwards) == run(shares, LENGTHS, {"shuffle": True})
 
 
+def test_costs_are_read_on_the_cpu_under_any_default_device():
+    with torch.device("meta"):
+        loader = make_loader(list(range(20)), 10, cost=[9, *[1] * 19])
+        assert [batch.tolist() for batch in loader] == [[*range(10)], [*range(10, 20)]]
+        assert loader.stats()["imbalance"] == 1
+
+
 def differing():
     loader_of(cost=with_long(world().rank))
 

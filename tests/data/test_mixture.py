@@ -10,7 +10,14 @@ from common_data import Drawing, Numbers, flat, joined, loader_of, rows
 from hypothesis import given
 from hypothesis import strategies as st
 from on_ranks import run, run_caught
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    StackDataset,
+    Subset,
+    TensorDataset,
+)
 
 from pardata import Mixture, make_loader, world
 from pardata.rng._seeds import mix
@@ -56,14 +63,27 @@ def test_any_weights_are_kept_to_less_than_one_in_a_short_epoch(weights, length)
         )
 
 
-def test_weights_that_no_short_block_has_are_kept_over_many():
-    weights = {"a": 123457, "b": 987654.5, "c": math.pi}
-    made = Mixture({name: (range(3), weight) for name, weight in weights.items()}, length=10**6)
-    before, total = made._before(15 * 2**16), sum(weights.values())
-    for count, weight in zip(before, weights.values(), strict=True):
-        assert abs(count - 15 * 2**16 * weight / total) < 3
-    found = made.indices_at(torch.arange(3 * 2**16), mix(0, 0)) // 3
-    assert found.bincount(minlength=3).tolist() == made._before(3 * 2**16)
+def counts_of(made, start, stop):
+    ends = torch.tensor([len(dataset) for dataset in made.datasets]).cumsum(0)
+    indices = made.indices_at(torch.arange(start, stop), mix(0, 0))
+    return torch.searchsorted(ends, indices, right=True).bincount(minlength=len(ends)).tolist()
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [[123457, 987654.5, math.pi, 10], [10_000] * 299 + [123], [1.0001] + [1] * 199],
+    ids=["uneven", "files", "equal"],
+)
+def test_weights_that_no_short_block_has_are_rounded_in_each_block(weights):
+    made = Mixture({n: (range(2000 + n), weight) for n, weight in enumerate(weights)}, length=10**6)
+    block = made._block
+    for start in (0, block):
+        for count, weight in zip(counts_of(made, start, start + block), weights, strict=True):
+            assert abs(count - block * weight / sum(weights)) < 1
+    # The incomplete block at the end has its part of each.
+    start = 10**6 // block * block
+    for count, weight in zip(counts_of(made, start, 10**6), weights, strict=True):
+        assert abs(count - (10**6 - start) * weight / sum(weights)) < 1
 
 
 @pytest.mark.parametrize(
@@ -75,7 +95,9 @@ def test_weights_that_no_short_block_has_are_kept_over_many():
     ],
 )
 def test_the_usual_length_reads_the_largest_dataset_once(sources, length):
-    assert len(Mixture(sources)) == length
+    made = Mixture(sources)
+    assert len(made) == length
+    assert counts_of(made, 0, length)[0] == len(made.datasets[0])
 
 
 # --- the order in a dataset ---
@@ -161,6 +183,80 @@ class Pair(Dataset):
 
     def __getitem__(self, index):
         return self.inner[index], 0
+
+
+class Slots:
+    """A dataset that nobody looks into."""
+
+    __slots__ = ("read",)
+
+    def __init__(self, inner):
+        self.read = inner.__getitem__
+
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        return self.read(index)
+
+
+WAYS = {
+    "itself": lambda inner: inner,
+    "slots": Slots,
+    "stacked": lambda inner: StackDataset(inner, range(100)),
+    "list": lambda inner: Pair(Slots(inner)),
+}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("way", WAYS)
+def test_seed_and_epoch_decide_however_a_dataset_holds_it(way, workers):
+    orders = []
+    for seed in (1, 2):
+        loader = loader_of(WAYS[way](mixture()), 100, seed=seed, num_workers=workers)
+        for _ in range(2):
+            (batch,) = loader
+            orders.append(tuple((batch if torch.is_tensor(batch) else batch[0]).tolist()))
+    assert len(set(orders)) == 4
+    plain = mixture()
+    plain.set_epoch(1, seed=2)
+    assert orders[3] == tuple(plain)
+
+
+class Packed(Dataset):
+    """Reads the mixture at the beginning of each epoch."""
+
+    def __init__(self):
+        self.inner = mixture()
+
+    def set_epoch(self, epoch):
+        self.samples = [epoch, *self.inner]
+
+    def __len__(self):
+        return 101
+
+    def __getitem__(self, index):
+        return self.samples[index]
+
+
+class Epoch(Numbers):
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __getitem__(self, index):
+        return self.epoch
+
+
+def test_set_epoch_of_datasets_around_it_and_in_it_is_called():
+    for workers in (0, 1):
+        packed = loader_of(Packed(), 101, seed=3, num_workers=workers)
+        for epoch in range(2):
+            plain = mixture()
+            plain.set_epoch(epoch, seed=3)
+            (batch,) = packed
+            assert batch.tolist() == [epoch, *plain]
+        loader = loader_of(Mixture({"a": (Epoch(3), 1)}), 3, num_workers=workers)
+        assert [batch.tolist() for _ in range(2) for batch in loader] == [[0] * 3, [1] * 3]
 
 
 def drawing():
@@ -258,13 +354,17 @@ def test_whole_samples_are_collated_with_their_names():
 # --- errors ---
 
 
-def differing():
-    loader_of(Mixture({"a": (range(5), 1), "b": (range(5), 1 + world().rank)}))
+def differing(length, weight, hold):
+    here = world().rank
+    sources = {"a": (range(50), 2), "b": (range(5 + length * here), 1 + weight * here)}
+    loader_of(hold(Mixture(sources, length=100)))
 
 
-def test_ranks_with_other_weights_raise_at_the_call():
-    for error in run_caught(differing, world_size=2):
-        assert "ranks disagree" in error.text or "listed samples" in error.text
+@pytest.mark.parametrize("hold", [Pair, StackDataset])
+@pytest.mark.parametrize(("length", "weight"), [(1, 0), (0, 1)])
+def test_ranks_with_other_datasets_or_weights_raise_at_the_call(length, weight, hold):
+    for error in run_caught(differing, length, weight, hold, world_size=2):
+        assert "`the listed samples` differs" in error.text
 
 
 def test_a_state_of_other_weights_is_an_error():
@@ -279,7 +379,7 @@ def test_a_dataset_that_has_grown_is_an_error():
     data = [1, 2, 3]
     loader = loader_of(Mixture({"a": (data, 1)}))
     data.append(4)
-    with pytest.raises(RuntimeError, match=r"must keep their lengths \[3\], but have \[4\]"):
+    with pytest.raises(RuntimeError, match=r"must keep their lengths \[3\], not \[4\]"):
         list(loader)
 
 
@@ -305,6 +405,14 @@ def assigned():
         (lambda: Mixture([1, 2], weights=[1]), r"of shape \(2,\), but is of shape \(1,\)"),
         (lambda: Mixture([1, 2], weights=[0, 0]), "`weights` must have one above 0"),
         (lambda: Mixture([1, 2], weights=[1, math.nan]), "with the sum nan"),
+        (
+            lambda: Mixture({"a": [1], "b": [2]}, weights=[1, 1]),
+            "`sources` must be one dataset with",
+        ),
+        (
+            lambda: make_loader(Pair(mixture()), 2, cost=[1] * 100),
+            "for a dataset that holds a Mixture",
+        ),
         (lambda: make_loader(mixture(), 2, shuffle=True), "`shuffle` must be False with a Mixture"),
         (assigned, "`length` of a mixture must not change to 5: make another mixture"),
     ],

@@ -15,8 +15,7 @@ from pardata.cache._source import class_name, from_tensors, is_numbers, num_deco
 from pardata.collectives._barrier import rank_zero_first
 from pardata.data._batch import Ragged
 from pardata.data._batched_read import BatchReadable
-from pardata.data._held_objects import all_datasets, listed_samples
-from pardata.data._mixture import Mixture
+from pardata.data._held_objects import held_mixtures, listed_samples
 from pardata.environment._world import require_world, store_client
 from pardata.rng._rng_state import fork_rng
 from pardata.store._round import Facts, compare_facts
@@ -78,7 +77,7 @@ def cache_dataset(
 
         def look() -> Facts:
             check_map_style(dataset, " to be cached")
-            if any(isinstance(one, Mixture) for one in all_datasets(dataset)):
+            if held_mixtures(dataset):
                 raise TypeError(
                     "a Mixture must not be cached, as its order changes: cache its datasets"
                 )

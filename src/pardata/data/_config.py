@@ -8,9 +8,9 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from pardata._pytree import content_hash
-from pardata._validation import Vector, check_bool, check_int, check_map_style, vector_of
+from pardata._validation import check_bool, check_int, check_map_style, vector_of
 from pardata.data._batch import uneven_shares
-from pardata.data._held_objects import listed_samples
+from pardata.data._held_objects import held_mixtures, listed_samples
 from pardata.data._mixture import Mixture
 from pardata.data._plan import Plan, local_range
 from pardata.data._sampler import length_of
@@ -40,7 +40,7 @@ class LoaderConfig:
     microbatch_size: int | None
     sampler: Any
     batch_sampler: Iterable[Sequence[Any]] | None
-    cost: Vector | Callable[[int], float] | None
+    cost: Iterable[Any] | Callable[[int], float] | None
     sharded: bool
     num_workers: int | Literal["auto"]
     seed: int | None
@@ -204,6 +204,9 @@ def _costs(given: LoaderConfig) -> torch.Tensor | None:
     dataset, cost = given.dataset, given.cost
     if cost is None:
         return None
+    if any(mixture is not dataset for mixture in held_mixtures(dataset)):
+        msg = "`cost` must be None for a dataset that holds a Mixture, whose samples change places"
+        raise ValueError(f"{msg}: pass the Mixture, of such datasets, or leave it out")
     length = sum(map(len, dataset.datasets)) if isinstance(dataset, Mixture) else len(dataset)
     try:
         costs = [cost(index) for index in range(length)] if callable(cost) else cost

@@ -12,8 +12,7 @@ import torch
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from pardata.data._batched_read import batch_reader, cpu_default_device, has_getitems
-from pardata.data._held_objects import all_datasets
-from pardata.data._mixture import Mixture
+from pardata.data._mixture import reading
 from pardata.data._plan import FetchedStep, StepInfo
 from pardata.data._sampler import FetchRequest, as_list
 from pardata.rng import _rng_state as generators
@@ -100,7 +99,6 @@ class MapFetcher(Dataset[Any]):
     def __init__(self, dataset: Any, collation: Collator) -> None:
         self.dataset, self.collation = dataset, collation
         self._by_items = has_getitems(dataset)
-        self._mixtures = [one for one in all_datasets(dataset) if isinstance(one, Mixture)]
         self._epoch = -1  # the last argument of the dataset's ``set_epoch``
 
     def find_batch_reader(self) -> None:
@@ -110,20 +108,21 @@ class MapFetcher(Dataset[Any]):
 
     def __getitem__(self, request: FetchRequest) -> FetchedStep | RemoteError:
         """Return the step; a worker returns an error too, because DataLoader changes its text."""
+        reading.key = mix(self.collation.seed, request.step.epoch)
         try:
             return self._fetched(request)
         except Exception as error:
             if get_worker_info() is None:
                 raise
             return RemoteError.of(error, rank=self.collation.rank, call="a worker of the loader")
+        finally:
+            reading.key = None
 
     def _fetched(self, request: FetchRequest) -> FetchedStep:
         step, asked, positions = request
         if step.epoch != self._epoch and hasattr(self.dataset, "set_epoch"):
             # In a worker too, which has a copy of the dataset.
             self.collation.call("set_epoch", self.dataset.set_epoch, step.epoch, step)
-        for mixture in self._mixtures:  # in each step, as another loader may read it too
-            mixture.set_epoch(step.epoch, self.collation.seed)
         self._epoch = step.epoch
         if (read := self._batch_reader) is not None:
             batches = [self._call(read, torch.as_tensor(each, device="cpu")) for each in asked]

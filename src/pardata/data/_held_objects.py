@@ -52,15 +52,10 @@ def open_files(name: str, holder: Any) -> Iterator[str]:
     return _paths(name, holder, is_open)
 
 
-def all_datasets(dataset: Any) -> list[Any]:
-    """Return `datasets_in` a dataset, and those in their attributes."""
-    layers = [*datasets_in(dataset)]
-    for layer in layers:  # more are appended meanwhile
-        held = {id(value): value for value in getattr(layer, "__dict__", {}).values()}
-        inner = (one for value in held.values() for one in datasets_in(value))
-        inner = (one for one in inner if isinstance(one, Dataset) and hasattr(one, "__len__"))
-        layers += [one for one in inner if all(one is not other for other in layers)]
-    return layers
+def held_mixtures(dataset: Any) -> list[Mixture]:
+    """Return the mixtures that a dataset holds, or that it is, and those in these."""
+    found = [each for _, each in _found("", dataset, lambda x: isinstance(x, Mixture))]
+    return found + [inner for each in found for inner in held_mixtures(each.datasets)]
 
 
 def listed_samples(dataset: Any, *, floats: bool = False) -> str:
@@ -75,10 +70,13 @@ def listed_samples(dataset: Any, *, floats: bool = False) -> str:
         floats: whether to hash also floats, and arrays of several dimensions, which may differ
             between ranks.
     """
-    columns: list[Any] = []
-    for layer in [] if isinstance(dataset, IterableDataset) else all_datasets(dataset):
+    layers = [] if isinstance(dataset, IterableDataset) else [*datasets_in(dataset)]
+    columns: list[Any] = [mixture.facts() for mixture in held_mixtures(dataset)]
+    for layer in layers:  # more are appended meanwhile
         held = {id(value): value for value in (layer, *getattr(layer, "__dict__", {}).values())}
-        columns += [layer.facts()] if isinstance(layer, Mixture) else []
+        inner = (one for value in held.values() for one in datasets_in(value))
+        inner = (one for one in inner if isinstance(one, Dataset) and hasattr(one, "__len__"))
+        layers += [one for one in inner if all(one is not other for other in layers)]
         for entries in chain(*(_vectors(x, len(layer), floats=floats) for x in held.values())):
             with suppress(RuntimeError):  # sparse tensors, and those on "meta", are no lists
                 columns += _columns(_some(entries), floats=floats)
@@ -137,14 +135,18 @@ def _columns(entries: Any, *, floats: bool) -> Iterator[Any]:
 
 
 def _paths(name: str, holder: Any, is_wanted: Callable[[Any], bool]) -> Iterator[str]:
-    """Yield the paths of the wanted objects, in breadth-first order."""
+    return (path for path, _ in _found(name, holder, is_wanted))
+
+
+def _found(name: str, holder: Any, is_wanted: Callable[[Any], bool]) -> Iterator[tuple[str, Any]]:
+    """Yield the paths and values of the wanted objects, in breadth-first order."""
     seen, found = set[int](), [(name, holder, 1)]
     for path, value, depth in found:  # more are appended meanwhile
         if id(value) in seen or depth > _DEEPEST:
             continue
         seen.add(id(value))
         if is_wanted(value):
-            yield path
+            yield path, value
         else:
             found += [(*part, depth + 1) for part in _parts(path, value)]
 

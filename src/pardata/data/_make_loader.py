@@ -8,7 +8,7 @@ from typing import Any, Literal, Unpack
 import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
-from pardata._validation import Vector, plain_number
+from pardata._validation import plain_number
 from pardata.data._config import LoaderConfig, ResolvedConfig, resolve
 from pardata.data._device_prefetch import DeviceTransfer
 from pardata.data._fetcher import Collator, MapFetcher
@@ -34,7 +34,7 @@ def make_loader(
     microbatch_size: int | None = None,
     sampler: Sampler[Any] | None = None,
     batch_sampler: Iterable[Sequence[Any]] | None = None,
-    cost: Vector | Callable[[int], float] | None = None,
+    cost: Iterable[Any] | Callable[[int], float] | None = None,
     sharded: bool = False,
     num_workers: int | Literal["auto"] = "auto",
     seed: int | None = None,

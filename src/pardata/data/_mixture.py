@@ -5,7 +5,8 @@ same on every platform.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
@@ -15,21 +16,23 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from pardata._pytree import content_hash
-from pardata._validation import (
-    FixedArguments,
-    Vector,
-    check_bool,
-    check_int,
-    check_map_style,
-    vector_of,
-)
+from pardata._validation import FixedArguments, check_bool, check_int, check_map_style, vector_of
 from pardata.data._shuffle import Shuffle, random_words
 from pardata.rng._seeds import mix
 
 _MOST = 2**16  # the maximum number of positions in a block
 _TOGETHER = 2**10  # positions whose samples are found in one call, because a call is expensive
 
-_shuffle = lru_cache(maxsize=128)(Shuffle)  # a short one takes milliseconds to make
+_shuffle = lru_cache(maxsize=256)(Shuffle)  # which takes milliseconds to make
+
+
+class _Reading(threading.local):
+    """The key of the order in which a loader reads now, however its dataset holds a mixture."""
+
+    key: int | None = None
+
+
+reading = _Reading()
 
 
 class Mixture(FixedArguments, Dataset[Any]):
@@ -38,21 +41,22 @@ class Mixture(FixedArguments, Dataset[Any]):
     Its positions are divided into blocks. Each block has a fixed number of samples of each dataset,
     in a random order: of each 10 positions here, 7 and 3. The block is the shortest one that has
     these proportions, if it has at most 65,536 positions. Otherwise numbers are rounded, in blocks
-    of about that length, or of the whole length if that is less. Each dataset is shuffled and read
-    to its end, and then again in another order. Each epoch begins all datasets anew.
+    of that length, or of the whole length if that is less. Each dataset is shuffled and read to its
+    end, and then again in another order. Each epoch begins all datasets anew.
 
     With `weights` it is one dataset. Each position draws one of its samples, with replacement.
 
     Pass it to `make_loader` without `shuffle`. The seed of the loader and the epoch decide the
     order, in constant memory, at every world size and number of workers. It resumes at any sample.
-    A ``Subset`` or another dataset may hold it. Other readers call ``set_epoch``.
+    Any other dataset may hold it. Split its datasets, not the mixture: the sample at a position
+    changes with the epoch. Other readers call ``set_epoch``.
 
     Args:
         sources: datasets and weights by name. Datasets are map-style and not empty. Weights are
             above 0 and have any sum. With `weights` one dataset.
         weights: a number ≥ 0 for each sample of the dataset: a list, an array or a tensor.
         length: positions of an epoch. By default the length of the largest dataset over its
-            proportion, rounded up; so it is read once.
+            proportion, rounded up: so it is read once, up to the rounding of numbers.
         named: return ``(name, sample)`` in place of the sample.
 
     Raises:
@@ -71,27 +75,33 @@ class Mixture(FixedArguments, Dataset[Any]):
         self,
         sources: Mapping[Any, tuple[Any, float]] | Dataset[Any] | Sequence[Any],
         *,
-        weights: Vector | None = None,
+        weights: Iterable[Any] | None = None,
         length: int | None = None,
         named: bool = False,
     ) -> None:
         check_bool("named", named)
         pairs: Any = sources if weights is None else {"dataset": (sources, 1)}
+        if weights is not None and isinstance(sources, Mapping):
+            msg = "`sources` must be one dataset with `weights`, which are of its samples, but are"
+            raise TypeError(f"{msg} several: pass {{'code': (code, 0.7), 'text': (text, 0.3)}}")
         self._named, self._shares = named, _shares(pairs)
         self.names: list[Any] = [*pairs]
         self.datasets: list[Any] = [dataset for dataset, _ in pairs.values()]
         self._lengths = [*map(len, self.datasets)]
-        largest = self._lengths.index(max(self._lengths))
-        usual = math.ceil(self._lengths[largest] / self._shares[largest])
+        largest, share = max(zip(self._lengths, self._shares, strict=True))
+        usual = math.ceil(largest / share)
         self._length = check_int("length", usual if length is None else length, least=1)
         self._sums = None if weights is None else _sums(vector_of("weights", weights, usual))
-        self._block = math.lcm(*(share.denominator for share in self._shares))
-        if self._block > (most := min(self._length, _MOST)):
-            self._block = most
-        if 0 in (counts := self._before(self._length)):
+        least = math.ceil(1 / min(self._shares))
+        if least > self._length:
+            name = self.names[self._shares.index(min(self._shares))]
             msg = f"`length` must have a position for each dataset, but {self._length} has none for"
-            raise ValueError(f"{msg} {self.names[counts.index(0)]!r}: raise it, or that weight")
+            raise ValueError(f"{msg} {name!r}: raise it to {least}, or that weight")
+        exact = math.lcm(*(share.denominator for share in self._shares))
+        self._block = min(exact, self._length, max(least, _MOST))
+        self._quotas = self._counts(self._block)
         self._chunk = self._block * max(1, _TOGETHER // self._block)
+        self._last = self._length - self._length % self._block  # the start of an incomplete block
         self._kept: tuple[Any, Tensor] = None, torch.empty(0)  # the newest chunk and its indices
         self.set_epoch(0)
 
@@ -101,8 +111,10 @@ class Mixture(FixedArguments, Dataset[Any]):
     def __getitem__(self, position: int) -> Any:
         if not -self._length <= position < self._length:
             raise IndexError(f"position {position} is out of range for {self._length} positions")
-        chunk, offset = divmod(int(position) % self._length, self._chunk)
-        index, number = int(self._indices(chunk, self._key)[offset]), 0
+        place = int(position) % self._length
+        start = self._last if place >= self._last else place // self._chunk * self._chunk
+        key = self._key if reading.key is None else reading.key
+        index, number = int(self._indices(start, key)[place - start]), 0
         while index >= self._lengths[number]:
             index, number = index - self._lengths[number], number + 1
         sample: Any = self.datasets[number][index]
@@ -111,63 +123,66 @@ class Mixture(FixedArguments, Dataset[Any]):
     def set_epoch(self, epoch: int, seed: int = 0) -> None:
         """Begin the order of `epoch` and `seed`."""
         if (lengths := [*map(len, self.datasets)]) != self._lengths:
-            msg = (
-                f"datasets of a mixture must keep their lengths {self._lengths}, but have {lengths}"
-            )
+            msg = f"a mixture's datasets must keep their lengths {self._lengths}, not {lengths}"
             raise ValueError(f"{msg}: make another mixture")
         self._key = mix(seed, epoch)
+        for dataset in self.datasets:
+            if hasattr(dataset, "set_epoch"):
+                dataset.set_epoch(epoch)
 
     def facts(self) -> str:
         """Return a text of what decides the order, except the epoch and the seed."""
-        digest = None if self._sums is None else content_hash([self._sums])
-        return repr((self.names, self._shares, self._length, digest))
+        sizes = self.names, self._shares, self._lengths, self._length
+        return repr((*sizes, content_hash([self._sums])))
 
     def indices_at(self, positions: Tensor, key: int) -> Tensor:
         """Return the samples at `positions`, counted through all datasets, one after the other.
 
         Both are int64 tensors of shape (n,).
         """
-        indices, chunks = torch.empty_like(positions), positions // self._chunk
-        for chunk in chunks.unique().tolist():
-            inside = chunks == chunk
-            indices[inside] = self._indices(chunk, key)[positions[inside] % self._chunk]
+        positions = positions % self._length
+        indices, starts = torch.empty_like(positions), positions // self._chunk * self._chunk
+        starts[positions >= self._last] = self._last
+        for start in starts.unique().tolist():
+            inside = starts == start
+            indices[inside] = self._indices(start, key)[positions[inside] - start]
         return indices
 
-    def _before(self, position: int) -> list[int]:
-        """Return how many positions before this one, the start of a block, each dataset has."""
-        counts = [math.floor(position * share) for share in self._shares]
-        by_rest = sorted(range(len(counts)), key=lambda n: counts[n] - position * self._shares[n])
-        if self._length > _MOST:  # so that no number falls from block to block
-            by_rest = [self._shares.index(max(self._shares))] * len(counts)
-        for source in by_rest[: position - sum(counts)]:
+    def _indices(self, start: int, key: int) -> Tensor:
+        """Return the indices of the chunk at `start`, which is some blocks; keep the newest."""
+        if self._kept[0] != (start, key):
+            block = min(self._block, self._length - start)
+            count = max(1, min(self._chunk, self._last - start) // block)
+            self._kept = (start, key), self._blocks(start, block, count, key)
+        return self._kept[1]
+
+    def _counts(self, block: int) -> list[int]:
+        """Return how many of the positions of a block each dataset has."""
+        counts = [math.floor(block * share) for share in self._shares]
+        by_rest = sorted(range(len(counts)), key=lambda n: counts[n] - block * self._shares[n])
+        for source in by_rest[: block - sum(counts)]:
             counts[source] += 1
         return counts
 
-    def _indices(self, chunk: int, key: int) -> Tensor:
-        """Return the indices of the positions of a chunk, which is some blocks; keep the newest."""
-        if self._kept[0] != (chunk, key):
-            self._kept = (chunk, key), self._found(chunk * self._chunk, key)
-        return self._kept[1]
-
-    def _found(self, start: int, key: int) -> Tensor:
-        """Return the indices of the positions of the chunk that begins at `start`."""
-        before, after = self._before(start), self._before(start + self._block)
-        counts = [end - first for first, end in zip(before, after, strict=True)]
-        positions = torch.arange(start, start + self._chunk, device="cpu")
-        order = random_words(positions, key).view(-1, self._block).argsort(stable=True)
+    def _blocks(self, start: int, block: int, count: int, key: int) -> Tensor:
+        """Return the indices of the positions of `count` blocks from `start` on."""
+        counts = self._counts(block)
+        positions = torch.arange(start, start + count * block, device="cpu")
+        order = random_words(positions, key).view(count, block).argsort(stable=True)
         # The random places of each dataset in a block, ascending, so that it is read in turn.
         sources = torch.repeat_interleave(torch.tensor(counts, device="cpu"))
-        places = (sources * self._block + order).sort().values % self._block
+        places = (sources * block + order).sort().values % block
         found, offset = list[Tensor](), 0
         for source, length in enumerate(self._lengths):
-            draws = torch.arange(len(order) * counts[source], device="cpu") + before[source]
+            draws = torch.arange(count * counts[source], device="cpu")
+            draws += start // self._block * self._quotas[source]
             drawn = offset + self._drawn(length, mix(key, source), draws)
-            found.append(drawn.view(len(order), -1))
+            found.append(drawn.view(count, -1) if counts[source] else drawn.view(count, 0))
             offset += length
         return torch.empty_like(places).scatter_(1, places, torch.cat(found, 1)).flatten()
 
     def _drawn(self, length: int, key: int, draws: Tensor) -> Tensor:
-        """Return the indices in a dataset of draws by number; both are int64 of shape (n,)."""
+        """Return the indices in a dataset of consecutive draws; both are int64 of shape (n,)."""
         if (sums := self._sums) is not None:
             total = int(sums[-1])
             numbers = (random_words(draws, key).double() * (total / 2**62)).long()

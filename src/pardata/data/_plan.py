@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
+from operator import add
 from typing import Any, NamedTuple
 
 
@@ -46,7 +47,7 @@ def balanced_ranges(sums: Sequence[float], size: int) -> tuple[range, ...]:
     for rank in range(size - 1, 0, -1):
         # The end nearest to an equal share at which no rank gets more than `largest`.
         nearest = bisect_left(sums, sums[-1] * rank / size)
-        earliest = bisect_left(sums, -largest, rank, key=partial(_minus, sums[ends[0]]))
+        earliest = bisect_left(sums, -largest, rank, key=partial(add, -sums[ends[0]]))
         ends.insert(0, max(min(nearest, latest[rank], ends[0] - 1), earliest))
     return tuple(range(*pair) for pair in pairwise([0, *ends]))
 
@@ -57,9 +58,7 @@ def _smallest_cut(sums: Sequence[float], size: int) -> tuple[list[int], float]:
     A bisection between `low`, the least share that is not excluded, and `high`, the largest share
     of a cut. Both are differences of sums, so that the search ends at an exact one.
     """
-    low, high = 0.0, math.inf
-    best = _filled(sums, size, high)
-    high = sums[-1]
+    low, high, best = 0.0, sums[-1], _filled(sums, size, math.inf)
     while low < high:
         limit = min((low + high) / 2, math.nextafter(high, 0))
         ends = _filled(sums, size, limit)
@@ -80,13 +79,9 @@ def _filled(sums: Sequence[float], size: int, limit: float) -> list[int]:
     ends = [0]
     for rank in range(size):
         start, most = ends[-1], len(sums) - size + rank
-        shares = partial(_minus, sums[start])
+        shares = partial(add, -sums[start])
         ends.append(bisect_right(sums, limit, start + 1, most + 1, key=shares) - 1)
     return ends
-
-
-def _minus(start: float, end: float) -> float:
-    return end - start
 
 
 class StepInfo(NamedTuple):
@@ -180,12 +175,11 @@ class Plan:
         if costs is not None and sums[-1] > 0 and len(sums) > self.size:
             ranges = balanced_ranges(sums, self.size)
         local = ranges[self.rank]
-        runs = [range(samples)[n * size : (n + 1) * size] for n in local]
+        first, runs = local.start, [range(samples)[n * size : (n + 1) * size] for n in local]
         if self.microbatch_size is None:
-            runs = [range(local.start, local.stop)]
+            first, runs = 0, [local]
         local_samples = sum(map(len, runs))
         runs = runs if local_samples else [range(samples)[:size]]
-        first = 0 if self.microbatch_size is None else local.start
         largest, usual = (
             max(sums[r.stop] - sums[r.start] for r in each) for each in (ranges, by_number)
         )

@@ -155,10 +155,10 @@ class GlobalBatchSampler(Sampler[FetchRequest]):
             return [by_size[len(step)] for step in steps]
         samples = self.epoch.samples_at(steps)
         try:
-            costs = [plan.costs[torch.as_tensor(each)].tolist() for each in samples]
+            costs = [plan.costs[torch.as_tensor(each, device="cpu")].tolist() for each in samples]
         except (IndexError, TypeError, ValueError) as error:
             msg = f"`{self.name}` must yield indices below {len(plan.costs)}, of which each has a "
-            raise ValueError(f"{msg}`cost`, but: {error}") from error
+            raise ValueError(f"{msg}`cost`, but: {error}. Leave it out") from error
         return [plan.local_ranges(len(each), costs=each) for each in costs]
 
     def fingerprint(self, epoch: int, delivered: int) -> str:

@@ -23,7 +23,7 @@ from pardata.rng._seeds import mix
 _MOST = 2**16  # the maximum number of positions in a block
 _TOGETHER = 2**10  # positions whose samples are found in one call, because a call is expensive
 
-_shuffle = lru_cache(maxsize=256)(Shuffle)  # which takes milliseconds to make
+_shuffle = lru_cache(maxsize=256)(Shuffle)  # it takes milliseconds to make
 
 
 class _Reading(threading.local):

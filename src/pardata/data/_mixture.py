@@ -41,8 +41,9 @@ class Mixture(FixedArguments, Dataset[Any]):
     Its positions are divided into blocks. Each block has a fixed number of samples of each dataset,
     in a random order: of each 10 positions here, 7 and 3. The block is the shortest one that has
     these proportions, if it has at most 65,536 positions. Otherwise numbers are rounded, in blocks
-    of that length, or of the whole length if that is less. Each dataset is shuffled and read to its
-    end, and then again in another order. Each epoch begins all datasets anew.
+    of that length, of the whole length if that is less, or longer if a dataset would have none.
+    Each dataset is shuffled and read to its end, and then again in another order. Each epoch begins
+    all datasets anew.
 
     With `weights` it is one dataset. Each position draws one of its samples, with replacement.
 

@@ -108,7 +108,6 @@ class MapFetcher(Dataset[Any]):
 
     def __getitem__(self, request: FetchRequest) -> FetchedStep | RemoteError:
         """Return the step; a worker returns an error too, because DataLoader changes its text."""
-        reading.key = mix(self.collation.seed, request.step.epoch)
         try:
             return self._fetched(request)
         except Exception as error:
@@ -120,6 +119,9 @@ class MapFetcher(Dataset[Any]):
 
     def _fetched(self, request: FetchRequest) -> FetchedStep:
         step, asked, positions = request
+        if step.epoch != self._epoch:
+            self._key = mix(self.collation.seed, step.epoch)  # takes a microsecond
+        reading.key = self._key
         if step.epoch != self._epoch and hasattr(self.dataset, "set_epoch"):
             # In a worker too, which has a copy of the dataset.
             self.collation.call("set_epoch", self.dataset.set_epoch, step.epoch, step)

@@ -332,6 +332,12 @@ def test_fingerprints_are_those_of_the_samples():
     assert len(marks) == 3
 
 
+def test_positions_from_the_end_are_those_from_the_start():
+    made = mixture()
+    ends = torch.tensor([-1, -100, 99])
+    assert made.indices_at(ends, 5).tolist() == made.indices_at(ends % 100, 5).tolist()
+
+
 def cost_of_shares():
     cost = [1] * 70 + [100] * 10  # of the samples of "code", then of "text"
     loader = make_loader(mixture(), 20, cost=cost, seed=0, num_workers=0)

@@ -66,7 +66,7 @@ def readme(
     return trained_by(model, lambda trained, batch: backward(trained, loss_fn, batch))
 
 
-def synchronise() -> None:
+def synchronize() -> None:
     """Wait for the GPU."""
     if world().device.type != "cpu":
         torch.accelerator.synchronize()
@@ -74,10 +74,10 @@ def synchronise() -> None:
 
 def timed(work: Callable[[], object]) -> float:
     """Return how many seconds something takes, to the end of it on the GPU."""
-    synchronise()
+    synchronize()
     start = time.perf_counter()
     work()
-    synchronise()
+    synchronize()
     return time.perf_counter() - start
 
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 SHARED = ROOT.parent / "shared" / "data"
 sys.path.insert(0, str(ROOT / "examples" / "articles"))
 
-from batch_transforms import normalise, random_affine, random_crop, random_flip  # noqa: E402  # path first
+from batch_transforms import normalize, random_affine, random_crop, random_flip  # noqa: E402  # path first
 
 AFFINE = {"degrees": 10, "translate": (0.1, 0.1), "scale": (0.9, 1.1)}
 
@@ -46,19 +46,19 @@ class Images:
     augment_batch: Callable[[Tensor], Tensor] | None
 
     def one_by_one(self) -> Dataset[Any]:
-        """Return the dataset that decodes, augments and normalises one image at a time."""
+        """Return the dataset that decodes, augments and normalizes one image at a time."""
         return self._with(self.augment)
 
     def without_augmenting(self) -> Dataset[Any]:
-        """Return the dataset that decodes and normalises one image at a time."""
+        """Return the dataset that decodes and normalizes one image at a time."""
         return self._with([])
 
     def transform(self, batch: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Augment and normalise a whole batch of what ``read(None)`` yields."""
+        """Augment and normalize a whole batch of what ``read(None)`` yields."""
         images, labels = batch
         if self.augment_batch is not None:
             images = self.augment_batch(images)
-        return normalise(images, self.mean, self.std), labels
+        return normalize(images, self.mean, self.std), labels
 
     def _with(self, augment: list[Callable[[Any], Any]]) -> Dataset[Any]:
         standard = transforms.Normalize(self.mean, self.std)

@@ -10,6 +10,8 @@ import json
 import math
 import os
 import platform
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
@@ -18,29 +20,11 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, TypeVar
 
+from _targets import TARGETS
+
 _T = TypeVar("_T")
 
 RESULTS = Path(__file__).parent / "results"
-
-
-@dataclass(frozen=True)
-class Reach:
-    """The number to reach: at most `limit`, or at least that; or never, in a dry run."""
-
-    limit: float
-    at_least: bool = False
-    is_dry: bool = False
-
-    def __str__(self) -> str:
-        return f"{'>=' if self.at_least else '<='} {self.limit:g}"
-
-    def verdict(self, value: float, noise: float) -> str:
-        """Return in words whether `value` is good enough, and whether that may be chance."""
-        if self.is_dry or math.isnan(value):
-            return "not measured"
-        reached = value >= self.limit if self.at_least else value <= self.limit
-        text = "reached" if reached else "NOT REACHED"
-        return f"{text}, within the noise" if abs(value - self.limit) <= noise else text
 
 
 @dataclass(frozen=True)
@@ -52,34 +36,34 @@ class Row:
         values: one of each round.
         over: the contender to which the ratios are.
         ratios: one of each round; none where nothing is compared.
-        reach: what the ratio is held against, or, where there is none, the value.
+        target: the key in `TARGETS` of the target of the ratio, or of the value if there is none.
     """
 
     name: str
     values: Sequence[float]
     over: str = ""
     ratios: Sequence[float] = field(default_factory=tuple)
-    reach: Reach | None = None
+    target: str = ""
 
     @classmethod
     def compare(
-        cls, times: Mapping[str, Sequence[float]], name: str, over: str, reach: Reach | None = None
+        cls, times: Mapping[str, Sequence[float]], name: str, over: str, target: str = ""
     ) -> "Row":
         """Return the row of contender `name`, with its ratio to contender `over` in each round."""
         ratios = [_ratio(*pair) for pair in zip(times[name], times[over], strict=True)]
-        return cls(name, times[name], over, ratios, reach)
+        return cls(name, times[name], over, ratios, target)
 
     def cells(self) -> list[str]:
         """Return the texts of this row."""
-        decisive = self.ratios or self.values
+        decisive, target = self.ratios or self.values, TARGETS.get(self.target)
         return [
             self.name,
             _number(median(self.values)),
             self.over,
             f"{median(self.ratios):.3f}" if self.ratios else "",
-            f"{_noise(decisive):.2g}" if self.ratios or self.reach else "",
-            str(self.reach or ""),
-            self.reach.verdict(median(decisive), _noise(decisive)) if self.reach else "",
+            f"{noise(decisive):.2g}" if self.ratios or self.target else "",
+            str(target or ""),
+            target.verdict(median(decisive), noise(decisive)) if target else "",
         ]
 
 
@@ -141,6 +125,8 @@ def print_environment() -> dict[str, str]:
         "system": f"{platform.system()} {platform.release()}",
         "load before": f"{os.getloadavg()[0]:.1f}",
         "date": datetime.now().astimezone().date().isoformat(),
+        "commit": _commit(),
+        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *_options()]),
     }
     print("; ".join(f"{name}: {value}" for name, value in about.items()), flush=True)
     return about
@@ -148,7 +134,7 @@ def print_environment() -> dict[str, str]:
 
 def print_table(title: str, unit: str, rows: Iterable[Row]) -> None:
     """Print the rows as a Markdown table below a title."""
-    header = ["", unit, "over", "ratio", "+-", "to reach", ""]
+    header = ["", unit, "over", "ratio", "±", "target", ""]
     lines = [header, *(row.cells() for row in rows)]
     columns = list(
         zip("<><>>><", (max(map(len, cells)) for cells in zip(*lines, strict=True)), strict=True)
@@ -180,7 +166,7 @@ class Report:
         """Write the numbers of all rounds, if that was asked for."""
         if self._directory is None:
             return
-        tables = {title: [asdict(row) for row in rows] for title, rows in self.tables.items()}
+        tables = {title: [*map(_saved, rows)] for title, rows in self.tables.items()}
         content = {"environment": self.about, "tables": tables}
         self._directory.mkdir(parents=True, exist_ok=True)
         path = self._directory / f"{Path(self._script).stem}.json"
@@ -203,13 +189,43 @@ def _cpu_model() -> str:
     return names[0] if names else platform.machine()
 
 
+def _saved(row: Any) -> dict[str, Any]:
+    """Return a row for JSON, with the numbers of its rounds to six digits."""
+    found = asdict(row)
+    for name in {"values", "ratios"} & found.keys():
+        found[name] = [float(f"{value:.6g}") for value in found[name]]
+    return found
+
+
+def _commit() -> str:
+    """Return the commit of this checkout, with a "+" if it has changes; "" outside of one."""
+    described = ["git", "describe", "--always", "--abbrev=8", "--dirty=+", "--exclude=*"]
+    here = Path(__file__).parent
+    try:
+        done = subprocess.run(described, cwd=here, capture_output=True, text=True, check=False)
+    except FileNotFoundError:  # no git
+        return ""
+    return done.stdout.strip()
+
+
+def _options() -> list[str]:
+    """Return the arguments of the command line without --save and directories of this machine."""
+    kept, skips = list[str](), False
+    for word in sys.argv[1:]:
+        is_place = word.endswith("-dir") or word == "--save"
+        skips = is_place or (skips and not word.startswith("-"))
+        if not skips:
+            kept.append(word)
+    return kept
+
+
 def _ratio(ours: float, theirs: float) -> float:
     if theirs == 0:  # a count, not a time: both may be none
         return 1.0 if ours == 0 else math.inf
     return ours / theirs
 
 
-def _noise(values: Sequence[float]) -> float:
+def noise(values: Sequence[float]) -> float:
     """Return how far the median may be off: its 95 % interval is about this wide on either side.
 
     From the quartiles, as in a notched box plot: McGill, Tukey and Larsen, "Variations of Box

@@ -54,7 +54,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from _gpu_loops import by_hand, nets, readme, ready, synchronise, timed
+from _gpu_loops import by_hand, nets, readme, ready, synchronize, timed
 from _gpu_operations import RAISES, Case, cases, differentiated
 from _measure import Report, alternate, parser
 from _nets import Block, mean_loss
@@ -133,7 +133,7 @@ def host_waits(work: Callable[[], object], place: Place) -> str:
 
 def counted(block: Callable[[], object], steps: int) -> str:
     """Return what the profiler counts in a step, on CUDA and ROCm."""
-    synchronise()
+    synchronize()
     with profile(activities=supported_activities()) as seen:
         block()
     counts: Counter[str] = Counter()
@@ -418,14 +418,14 @@ def most_in_memory(place: Place, count: int, *, waits: bool) -> float:
     factor = torch.eye(width, device=place.device)
     product = factor @ factor
     reserved = getattr(place.of_kind, "memory_reserved", lambda: 0)
-    getattr(place.of_kind, "empty_cache", synchronise)()
+    getattr(place.of_kind, "empty_cache", synchronize)()
     before = reserved()
     for (batch,) in loader:
         for _ in range(16):  # some 150 ms
             torch.mm(factor, factor, out=product)
         batch.sum()
         if waits:
-            synchronise()
+            synchronize()
     return float(reserved() - before) / (8 * 4 * size)
 
 
@@ -435,7 +435,7 @@ def saves(place: Place) -> Findings:
     net = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth)))
     model = pardata.wrap_model(net, "none")
     pinned = getattr(place.of_kind, "host_memory_stats", dict)
-    synchronise()
+    synchronize()
     with tempfile.TemporaryDirectory() as folder:
         saver = pardata.Checkpointer(folder, asynchronous=True, keep=1)
         for number, expected in enumerate(("0.63 s; 1.9", "0.02 s; 1.9", "0.02 s; 1.9")):

@@ -24,7 +24,8 @@ from statistics import median
 from typing import Any
 
 import torch
-from _measure import Reach, Report, Row, alternate, parser, positive, require
+from _measure import Report, Row, alternate, parser, positive, require
+from _targets import TARGETS
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -36,9 +37,9 @@ BATCH = 256
 STATUS = Path("/proc/self/status")
 
 QUANTITIES = {
-    "ms to the first batch": Reach(100),
-    "MB to the first batch": Reach(50),
-    "us a sample after it": Reach(2),
+    "ms to the first batch": "first batch, ms",
+    "MB to the first batch": "first batch, MB",
+    "us a sample after it": "a sample, us",
 }
 
 
@@ -136,7 +137,7 @@ def draw(path: Path, found: dict[tuple[str, int], list[dict[str, float]]]) -> No
         OURS: {"color": "tab:blue", "marker": "o", "label": "pardata's make_loader"},
     }
     titles = ["Time to the first batch", "Memory to the first batch"]
-    for axes, (quantity, reach), (unit, label, scale), title in zip(
+    for axes, (quantity, target), (unit, label, scale), title in zip(
         panels, first_batch, units, titles, strict=True
     ):
         for name, style in styles.items():
@@ -150,8 +151,8 @@ def draw(path: Path, found: dict[tuple[str, int], list[dict[str, float]]]) -> No
                 length, value = points[-1]
                 where = {"xytext": (0, 7), "textcoords": "offset points", "ha": "right"}
                 axes.annotate(f"{float(f'{value:.2g}'):,g} {unit}", (length, value), **where)
-        bound = reach.limit * scale
-        axes.axhline(bound, color="grey", ls="--", lw=1, label=f"to stay below: {bound:g} {unit}")
+        bound = TARGETS[target].limit * scale
+        axes.axhline(bound, color="gray", ls="--", lw=1, label=f"to stay below: {bound:g} {unit}")
         axes.set(xscale="log", yscale="log", title=title, ylabel=label)
         axes.set_xlabel("samples in the dataset")
         axes.margins(y=0.13)
@@ -188,13 +189,13 @@ def main() -> None:
         arguments.error(f"--powers must be 3 or more, for a batch of {BATCH}")
     report = Report(__file__, args.save)
     found = compare(args)
-    for quantity, reach in QUANTITIES.items():
+    for quantity, target in QUANTITIES.items():
         title = f"{quantity}: N samples, batches of {BATCH}, {args.rounds} fresh processes each"
         rows = [
             Row(
                 f"{name}, N = 10^{len(str(length)) - 1}",
                 [measured[quantity] for measured in rounds],
-                reach=reach if name == OURS else None,
+                target=target if name == OURS else "",
             )
             for (name, length), rounds in found.items()
         ]

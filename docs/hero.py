@@ -26,7 +26,7 @@ from pardata.testing import run
 
 BATCH_SIZE, MICROBATCH_SIZE, SIZES = 64, 8, (1, 2, 4)
 SMOOTHED = 8  # steps
-INK = "#010203"  # stands for the colour of text, which the page's light or dark decides
+INK = "#010203"  # stands for the color of text, which the page's light or dark decides
 STYLE = """<style>
 svg { color: #1f2328 }
 @media (prefers-color-scheme: dark) { svg { color: #e6edf3 } }
@@ -97,7 +97,7 @@ def smoothed(losses: list[float]) -> list[float]:
 
 
 def draw(found: dict[str, dict[int, tuple[list[float], str]]], out: Path) -> None:
-    """Draw the curves, in the colours of a light or of a dark page."""
+    """Draw the curves, in the colors of a light or of a dark page."""
     # Here, as each process of a run would import them, and draws nothing.
     import matplotlib as mpl  # noqa: PLC0415
     from matplotlib import pyplot as plt  # noqa: PLC0415

@@ -45,7 +45,7 @@ def loss_and_accuracy(model, batch):
 
 @torch.no_grad()
 def accuracy(model, loader):
-    """Return the share of the test set that is recognised; each image counts once."""
+    """Return the share of the test set that is recognized; each image counts once."""
     model.eval()
     correct = sum((model(images).argmax(1) == labels).sum() for images, labels in loader)
     model.train()

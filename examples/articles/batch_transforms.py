@@ -1,4 +1,4 @@
-"""Normalising and augmenting a whole batch at once: for the ``batch_transform`` of make_loader.
+"""Normalizing and augmenting a whole batch at once: for the ``batch_transform`` of make_loader.
 
 Images are uint8 or floats, of shape (n, channels, height, width), on any device. Each image of a
 batch gets random parameters of its own, of the same distribution as with the torchvision transform
@@ -8,12 +8,12 @@ ten to a hundred times as fast.
     def augment(batch):
         images, labels = batch
         images = random_flip(random_crop(images, padding=4))
-        return normalise(images, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)), labels
+        return normalize(images, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)), labels
 
     make_loader(cached, 256, microbatch_size=256, shuffle=True, batch_transform=augment)
 
 Each random function draws and then calls the one that does the work: `affine`, `crop`, `flip`.
-Augment before normalising, as with torchvision: what comes in at the edges is 0.
+Augment before normalizing, as with torchvision: what comes in at the edges is 0.
 """
 
 import math
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def normalise(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+def normalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
     """Return what ``ToTensor`` and ``Normalize`` make of images: floats, less `mean`, over `std`.
 
     Both are one number a channel, for values from 0 to 1, to which uint8 is brought first.
@@ -44,7 +44,7 @@ def random_affine(
     translate: tuple[float, float] = (0.0, 0.0),
     scale: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
-    """Turn, scale and shift each image at random, as ``RandomAffine`` with nearest neighbours.
+    """Turn, scale and shift each image at random, as ``RandomAffine`` with nearest neighbors.
 
     Args:
         images: the batch.

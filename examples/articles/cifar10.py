@@ -26,7 +26,7 @@ import curves
 import torch
 import torch.nn.functional as F
 import torchvision
-from batch_transforms import normalise, random_crop, random_flip
+from batch_transforms import normalize, random_crop, random_flip
 from example_data import Digits, downloaded, microbatch_size, whole_share
 from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -92,7 +92,7 @@ def transform_batch(batch: Any, *, augment: bool, flip: bool) -> Any:
     if augment:
         images = random_crop(images, padding=4)
         images = random_flip(images) if flip else images
-    return normalise(images, MEAN, STD), labels
+    return normalize(images, MEAN, STD), labels
 
 
 def make_loaders(args: argparse.Namespace) -> tuple[pardata.Loader, pardata.Loader]:

@@ -31,7 +31,7 @@ from typing import Any
 import curves
 import torch
 import torch.nn.functional as F
-from batch_transforms import normalise, random_affine
+from batch_transforms import normalize, random_affine
 from example_data import Digits, downloaded, microbatch_size, whole_share
 from torch import nn, optim
 from torch.utils.data import Dataset
@@ -75,7 +75,7 @@ class ConvNet(nn.Module):
         self.show_shapes = False
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Return log probabilities, images x 10, of grey images of 28 x 28."""
+        """Return log probabilities, images x 10, of gray images of 28 x 28."""
         output = F.log_softmax(self.classifier(self.features(images).flatten(1)), dim=1)
         if self.show_shapes:
             print(f"inside the model: {tuple(images.shape)} -> {tuple(output.shape)}", flush=True)
@@ -105,7 +105,7 @@ def load_data(args: argparse.Namespace) -> tuple[Dataset[Any], Dataset[Any]]:
 def transform_batch(batch: Any, *, augment: bool, double: bool) -> Any:
     """Do to a whole batch of cached images what `load_data` else has done to each."""
     images, labels = batch
-    images = normalise(random_affine(images, **AFFINE) if augment else images, MEAN, STD)
+    images = normalize(random_affine(images, **AFFINE) if augment else images, MEAN, STD)
     return images.double() if double else images, labels
 
 

@@ -19,7 +19,7 @@ from torch.utils.data import default_collate
 from pardata import cache_dataset, make_loader
 
 
-class Colour(IntEnum):
+class Color(IntEnum):
     RED = 3
 
 
@@ -78,7 +78,7 @@ def test_what_comes_back_in_another_form_is_the_same_all_the_same():
     assert equal(back, samples)
     assert equal(batch.numpy(), np.array(samples))
     ((number, tensor, conjugate),), batch = stored(
-        [(Colour.RED, torch.ones(2, requires_grad=True) * 2, torch.tensor([1 + 2j]).conj())]
+        [(Color.RED, torch.ones(2, requires_grad=True) * 2, torch.tensor([1 + 2j]).conj())]
     )
     assert (type(number), number, batch[0].dtype) == (int, 3, torch.int64)
     assert (tensor.requires_grad, tensor.tolist()) == (False, [2, 2])

@@ -31,8 +31,7 @@ from pardata import (
     unwrap,
     world,
 )
-from pardata.rng._seeds import noise_seed
-from pardata.strategies._step import microbatch_seed
+from pardata.rng._seeds import next_batch_seed, noise_seed
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -177,7 +176,7 @@ def restore_a_run(directory, *names):
     with log_of("pardata", logging.INFO) as log:
         Checkpointer(directory).restore(**{name: things[name] for name in names})
     left = torch.equal(torch.rand(1), expected)
-    return left, microbatch_seed(None), [line for line in log.lines if "random generators" in line]
+    return left, next_batch_seed(), [line for line in log.lines if "random generators" in line]
 
 
 def test_restore_without_a_loader_leaves_the_generators_alone(tmp_path):

@@ -243,7 +243,7 @@ def test_a_read_error_names_the_batch_or_the_single_sample():
 def _seen_by_a_worker(worker):
     through = get_worker_info().dataset
     through.offset = 10 * through.scale + len(through)
-    assert not hasattr(through, "colour")
+    assert not hasattr(through, "color")
 
 
 class Scaled(Numbers):

@@ -131,8 +131,8 @@ def test_nothing_correlates(monkeypatch, length, drawn, orders):
     here = every()
     others = {
         "position": positions.repeat(orders),
-        "neighbour": every(at=after),
-        "neighbour in the column": every(at=(positions + side) % length),
+        "neighbor": every(at=after),
+        "neighbor in the column": every(at=(positions + side) % length),
         "next epoch": every(epoch=1),
         "next seed": every(seed=1),
         "next seed and epoch": every(seed=1, epoch=1),

@@ -55,7 +55,7 @@ OF_SUBMITIT = {
 }
 
 
-RECOGNISED = [
+RECOGNIZED = [
     ({}, SINGLE),
     (TORCHRUN, AS_TORCHRUN),
     (RAY, LaunchInfo("torchrun", 1, 2, 1, 2, None, None, "192.0.2.2", 41231)),
@@ -127,7 +127,7 @@ RECOGNISED = [
 
 
 # As seen under the real launchers, the variables that say nothing left in on purpose.
-@pytest.mark.parametrize(("env", "expected"), RECOGNISED, ids=itertools.count())
+@pytest.mark.parametrize(("env", "expected"), RECOGNIZED, ids=itertools.count())
 def test_the_real_variables_of_each_launcher_are_recognised(env, expected):
     assert detect_launch(env) == expected
 

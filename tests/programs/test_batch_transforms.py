@@ -10,7 +10,7 @@ from torchvision.transforms import functional as vision
 
 sys.path.insert(0, str(ARTICLES))
 
-from batch_transforms import affine, crop, flip, normalise, random_affine, random_crop, random_flip
+from batch_transforms import affine, crop, flip, normalize, random_affine, random_crop, random_flip
 
 RANDOM = {
     "affine": lambda images: random_affine(images, 10, (0.1, 0.1), (0.9, 1.1)),
@@ -83,14 +83,14 @@ def test_normalise_is_to_tensor_and_normalize():
     mean, std = (0.49, 0.48, 0.44), (0.24, 0.25, 0.26)
     to_tensor, standard = ToTensor(), Normalize(mean, std)
     expected = torch.stack([standard(to_tensor(vision.to_pil_image(image))) for image in images])
-    torch.testing.assert_close(normalise(images, mean, std), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(normalize(images, mean, std), expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_normalise_takes_floats_from_0_to_1_and_changes_no_input(dtype):
     images = torch.rand(2, 1, 4, 4, dtype=dtype)
     before = images.clone()
-    found = normalise(images, (0.1307,), (0.3081,))
+    found = normalize(images, (0.1307,), (0.3081,))
     assert found.dtype == dtype
     torch.testing.assert_close(found, (before - 0.1307) / 0.3081)
     assert torch.equal(images, before)

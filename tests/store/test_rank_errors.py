@@ -71,7 +71,7 @@ LOST_OR_NOT = [
     (RuntimeError("[x/gloo/transport/tcp/pair.cc:5] Connection closed by peer"), True),
     (RuntimeError("Application timeout caused pair closure"), True),
     (RuntimeError("tracker: Connection reset by peer"), False),
-    (RuntimeError("Timed out waiting for the licence server"), False),
+    (RuntimeError("Timed out waiting for the license server"), False),
     (RuntimeError("Timed out waiting 5ms for recv operation to complete"), True),
     (dist.DistStoreError("wait timeout after 5ms, keys: /0"), True),
     (dist.DistBackendError("NCCL error: remote process exited\nncclRemoteError"), True),

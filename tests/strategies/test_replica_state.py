@@ -70,7 +70,7 @@ def changed_at_the_start(strategy, how, name):
     return training.errors(3)
 
 
-def initialised(training):
+def initialized(training):
     torch.manual_seed(world().rank)
     training.net.first.reset_parameters()
 
@@ -118,7 +118,7 @@ def frozen_by_rank(training):
 
 # What it does, the step whose error names it, and what the error names.
 CHANGES = {
-    "init on each rank": (initialised, 1, "but `first.weight`, `first.bias` differ"),
+    "init on each rank": (initialized, 1, "but `first.weight`, `first.bias` differ"),
     "load on rank 0": (loaded_on_rank_0, 1, "`first.weight`, `first.bias`, `last.weight` and 1"),
     "averages on rank 0": (averages_swapped_in, 1, "`first.weight`, `first.bias`, `last.weight`"),
     "one number pruned": (pruned, 1, "but `last.weight` differs"),
@@ -177,7 +177,7 @@ def mended(strategy, how):
     """Return whether an error leaves gradients and weights, and training goes on after a mend."""
     training = Training(strategy, how)
     kept = {name: value.clone() for name, value in training.net.state_dict().items()}
-    initialised(training)
+    initialized(training)
     before = fingerprint(training.model)
     training.optimizer.step = lambda: None
     raised = "first.weight" in str(caught(training.step))

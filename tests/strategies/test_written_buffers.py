@@ -28,7 +28,7 @@ class Bank(nn.Module):
     def forward(self, x):
         if self.how == "queue":
             self.queue[:1] = x[0].detach()
-        elif self.how == "centre":
+        elif self.how == "center":
             self.queue = self.queue * 0.9 + x.detach().mean()
         elif self.how == "cache":
             self.cache.copy_(x[:1, 0].detach().expand(2))
@@ -62,7 +62,7 @@ def told(strategy, how, microbatch_size, *, allows=False):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("how", ["queue", "centre", "cache"])
+@pytest.mark.parametrize("how", ["queue", "center", "cache"])
 def test_exact_raises_for_a_buffer_that_a_forward_changes(how, size):
     name = "cache" if how == "cache" else "queue"
     for lines, errors, kept, clean in run(told, "exact", how, 2, world_size=size):
@@ -75,7 +75,7 @@ def test_exact_raises_for_a_buffer_that_a_forward_changes(how, size):
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("how", ["queue", "centre"])
+@pytest.mark.parametrize("how", ["queue", "center"])
 def test_other_strategies_warn_once_of_such_a_buffer(strategy, how, size):
     for lines, errors, _, _ in run(told, strategy, how, 2, world_size=size, fresh=True):
         assert len(lines) == 1

@@ -38,7 +38,7 @@ class Lines(IterableDataset[str]):
         raise NotImplementedError
 
 
-def normalised(batch: Tensor) -> Tensor:
+def normalized(batch: Tensor) -> Tensor:
     """Stand for what is done to a batch on its device."""
     raise NotImplementedError
 
@@ -103,7 +103,7 @@ def the_data() -> None:
         seed=None,
         reproducible=True,
         device="auto",
-        batch_transform=normalised,
+        batch_transform=normalized,
         prefetch=1,
         collate_fn=list,
         pin_memory=None,

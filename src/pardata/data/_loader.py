@@ -109,8 +109,10 @@ class Loader(FixedArguments):
         """
         count = check_int("count", count, least=0)
         if 0 < count <= (done := self.cursor.next_unfinished.epoch):
-            text = "epochs(%d) runs nothing: %d are done since the run began; loop over range(%d)"
-            _log.warning(text, count, done, count, ranks=[0], once=True)
+            text = (
+                "epochs(%d) runs nothing: %d are done since the run began; to train longer, pass "
+            )
+            _log.warning(text + "a larger number", count, done, ranks=[0], once=True)
         while (start := self.cursor.next_unfinished).epoch < count:
             with self.cursor.pinned_epoch(start):
                 yield start.epoch

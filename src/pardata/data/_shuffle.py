@@ -22,7 +22,7 @@ _WORD = 2**31 - 1
 class Shuffle:
     """A random permutation of 0 … `length` - 1, decided by `key`.
 
-    It takes constant memory, whatever the length. Above 65,536 a generalised Feistel network of 8
+    It takes constant memory, whatever the length. Above 65,536 a generalized Feistel network of 8
     rounds finds a number from its position. It works on a grid of rows and columns that is just
     large enough, and walks until the number is in range. These are methods 2 and 3 of Black and
     Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002.

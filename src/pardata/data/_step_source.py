@@ -248,9 +248,9 @@ def start_method(loader: DataLoader[Any]) -> str:
 
 
 def _exit_worker() -> None:
-    """Exit a spawned worker without finalising its interpreter, as forked workers exit.
+    """Exit a spawned worker without finalizing its interpreter, as forked workers exit.
 
-    Finalising resets the signal handlers, so that SIGTERM would end the worker. It also ends
+    Finalizing resets the signal handlers, so that SIGTERM would end the worker. It also ends
     threads in C++, which print "terminate called without an active exception".
     """
     if sys.exc_info()[0] is None:  # otherwise the interpreter prints the error
@@ -260,7 +260,7 @@ def _exit_worker() -> None:
 
 @dataclass
 class WorkerInit:
-    """Initialises a worker: ignores the signals `numbers`, exits with the rank, calls `init_fn`.
+    """Initializes a worker: ignores the signals `numbers`, exits with the rank, calls `init_fn`.
 
     ``get_worker_info().dataset`` becomes the user's dataset in place of the fetcher.
     """

@@ -42,7 +42,7 @@ def current_device(n: int) -> torch.device:
     """Return the current accelerator, or number `n` if the first one is current by default."""
     seen = visible_devices()
     of_kind = torch.get_device_module(seen[0])
-    # `current_device` would initialise an accelerator that is not in use.
+    # `current_device` would initialize an accelerator that is not in use.
     in_use = hasattr(of_kind, "is_initialized") and of_kind.is_initialized()
     return seen[(of_kind.current_device() if in_use else 0) or (n if n < len(seen) else 0)]
 

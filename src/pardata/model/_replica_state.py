@@ -24,7 +24,7 @@ _TRAINED = attrgetter("requires_grad")
 _STATE = "_pardata_replica_state"  # an attribute of the layer that belongs to a model's strategy
 _CURE = (
     "Call `backward` for each step of one loader, and let `loss_fn` return the same structure. "
-    "Load and initialise weights, choose modes, frozen parameters, learning rates and seeds, step "
+    "Load and initialize weights, choose modes, frozen parameters, learning rates and seeds, step "
     "the optimizer, and run batch norm outside of `backward`, in the same way on every rank. For "
     "other random numbers on each rank call seed_everything(seed, per_rank=True)."
 )

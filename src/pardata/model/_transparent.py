@@ -69,11 +69,11 @@ class TransparentWrapper(nn.Module):
             )
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
-        """Register the buffer on the module, where it is saved and synchronised."""
+        """Register the buffer on the module, where it is saved and synchronized."""
         self.module.register_buffer(name, tensor, persistent)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Raise, because PyTorch's wrappers synchronise only the parameters of their creation."""
+        """Raise, because PyTorch's wrappers synchronize only the parameters of their creation."""
         self._refuse_assignment(name, param)
         super().register_parameter(name, param)
 
@@ -121,7 +121,7 @@ class TransparentWrapper(nn.Module):
 
 @contextmanager  # also used as a decorator
 def forbid_unsynced_forward(wrapper: Any, name: str) -> Iterator[None]:
-    """Raise if a block, or a method, runs modules whose gradients would not be synchronised.
+    """Raise if a block, or a method, runs modules whose gradients would not be synchronized.
 
     Args:
         wrapper: the DDP wrapper.

@@ -72,7 +72,7 @@ def seed_everything(seed: int, *, per_rank: bool = False, deterministic: bool = 
             loop that runs ``loss.backward()`` that is dropout too. In a single process the rank is
             0.
         deterministic: also ask PyTorch for deterministic algorithms (an operation that has none
-            then raises), but not to fill uninitialised memory, and switch cuDNN's autotuning off.
+            then raises), but not to fill uninitialized memory, and switch cuDNN's autotuning off.
             Slower on a GPU.
 
     Raises:
@@ -96,7 +96,7 @@ def seed_everything(seed: int, *, per_rank: bool = False, deterministic: bool = 
         # cuBLAS reads it when it starts; see torch.use_deterministic_algorithms.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-        # PyTorch would otherwise fill each uninitialised tensor, with one kernel for each.
+        # PyTorch would otherwise fill each uninitialized tensor, with one kernel for each.
         deterministic_settings: Any = torch.utils.deterministic
         deterministic_settings.fill_uninitialized_memory = False
         torch.backends.cudnn.benchmark = False

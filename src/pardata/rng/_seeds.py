@@ -4,6 +4,10 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
+import torch
+
+from pardata.environment._world import is_single_process, world
+
 
 @dataclass
 class RunSeed:
@@ -30,7 +34,7 @@ def default_seed(initial: int, number: int) -> int:
 
 
 def mix(*numbers: int) -> int:
-    """Hash integers into one of 63 bits, so that seeds derived from neighbours are unrelated.
+    """Hash integers into one of 63 bits, so that seeds derived from neighbors are unrelated.
 
     SplitMix64's finaliser, once a number: Steele, Lea and Flood, "Fast Splittable Pseudorandom
     Number Generators", OOPSLA 2014.
@@ -48,3 +52,26 @@ def mix(*numbers: int) -> int:
 def noise_seed(*numbers: int) -> int:
     """Return the hash of integers for dropout, unlike the hashes for orders and samples."""
     return mix(*numbers, *b"noise")
+
+
+def microbatch_seed(loader_seed: int, epoch: int, step: int, number: int, calls: int) -> int:
+    """Return the seed of microbatch `number` of a step, the same at every world size.
+
+    Args:
+        loader_seed: the seed if `seed_everything` was not called.
+        epoch: of the loader.
+        step: of the epoch.
+        number: of the microbatch in the step.
+        calls: number of earlier calls of `backward` with the step, so that each differs.
+    """
+    seed = loader_seed if run_seed.seed is None else run_seed.seed
+    again = [calls] if calls else []
+    return mix(noise_seed(seed, epoch) + step, number, *again)
+
+
+def next_batch_seed() -> int:
+    """Return the seed of a batch that is no `Microbatches`: it differs between ranks and calls."""
+    run_seed.calls += 1
+    seed = torch.default_generator.initial_seed() if run_seed.seed is None else run_seed.seed
+    rank = 0 if is_single_process() else world().rank
+    return noise_seed(seed, rank) + run_seed.calls

@@ -17,6 +17,7 @@ from pardata.model._grads_and_buffers import BufferSnapshot, StashedGradients, m
 from pardata.model._torch_internals import parameters_of, sync_batch_norms
 from pardata.model._unwrap import is_parallel
 from pardata.rng._rng_state import fork_rng, fork_torch_rng
+from pardata.rng._seeds import microbatch_seed, next_batch_seed
 from pardata.store._current_op import current_op
 from pardata.strategies._forward import (
     check_forward,
@@ -25,7 +26,7 @@ from pardata.strategies._forward import (
     zero_backward,
 )
 from pardata.strategies._loss_weights import Count, LossWeights, Microbatch, positive
-from pardata.strategies._step import Step, forbidden_in, microbatch_seed
+from pardata.strategies._step import Step, forbidden_in
 from pardata.strategies._step_metrics import StepMetrics
 from pardata.strategies._step_record import record_of, update_record
 from pardata.strategies._wrap_model import find_strategy
@@ -72,7 +73,7 @@ def backward(
     """Add to ``.grad`` the gradient of the mean loss over the global batch, and return that loss.
 
     `backward` runs ``loss_fn(model, microbatch)`` and its backward for each microbatch of this
-    rank, and synchronises the ranks once. Each sample of the global batch has the same weight,
+    rank, and synchronizes the ranks once. Each sample of the global batch has the same weight,
     under every strategy of `wrap_model` and however unevenly the ranks share the batch. The same
     call accumulates over eight microbatches in one process, and runs one in each of eight.
 
@@ -174,7 +175,7 @@ def backward(
     with explain_comm_errors("backward", batch), step.synchronized():
         for one in step.loss_weights.microbatches:
             current_op.heartbeat()
-            with step.microbatch(one), fork_torch_rng(microbatch_seed(batch, one.number)):
+            with step.microbatch(one), fork_torch_rng(_seed(batch, one.number)):
                 (_run if one.count else _run_placeholder)(step, model, loss_fn, one)
     means = step.metrics.result()
     _mark_done(model, batch, step.layer, {**step.found, "structures": step.metrics.structures})
@@ -186,7 +187,7 @@ def _single(model: nn.Module, loss_fn: LossFn, batch: Any, scaler: GradScaler | 
     first, microbatch = (batch.first, batch[0]) if isinstance(batch, Microbatches) else (0, batch)
     if is_empty(microbatch):
         positive(0)
-    with StashedGradients(parameters_of(model)), fork_torch_rng(microbatch_seed(batch, first)):
+    with StashedGradients(parameters_of(model)), fork_torch_rng(_seed(batch, first)):
         with forbidden_in(batch):
             returned = loss_fn(model, microbatch)
         metrics = StepMetrics(model)
@@ -198,6 +199,12 @@ def _single(model: nn.Module, loss_fn: LossFn, batch: Any, scaler: GradScaler | 
     return means
 
 
+def _seed(batch: Any, number: int) -> int:
+    if not isinstance(batch, Microbatches):
+        return next_batch_seed()
+    return microbatch_seed(batch.seed, batch.epoch, batch.step, number, batch.runs)
+
+
 def _mark_done(model: nn.Module, batch: Any, layer: nn.Module, found: dict[str, Any]) -> None:
     """Record a successful call: the next one with these microbatches has other seeds."""
     update_record(layer, found)
@@ -207,7 +214,7 @@ def _mark_done(model: nn.Module, batch: Any, layer: nn.Module, found: dict[str, 
 
 
 def _step_of(model: nn.Module, batch: Any, scaler: GradScaler | None) -> Step:
-    """Return the step of the model's strategy; warn or raise if no strategy synchronises it."""
+    """Return the step of the model's strategy; warn or raise if no strategy synchronizes it."""
     strategy, layer = find_strategy(model)
     if not record_of(layer).is_checked:  # detecting a launcher takes 10 % of a small model's step
         require_world("backward")
@@ -224,7 +231,7 @@ def _step_of(model: nn.Module, batch: Any, scaler: GradScaler | None) -> Step:
 
 
 def _check_batch_norms(step: Step, batch: Any) -> None:
-    """Raise for `Microbatches` with SyncBatchNorm, which would normalise only a few at a time."""
+    """Raise for `Microbatches` with SyncBatchNorm, which would normalize only a few at a time."""
     is_cut = step.size > 1 and isinstance(batch, Microbatches)
     if is_cut and any(norm.training for norm in sync_batch_norms(step.module)):
         msg = "`batch` must not be Microbatches for a model with SyncBatchNorm, which needs the "
@@ -250,7 +257,10 @@ def _forward(
 def _run(step: Step, model: nn.Module, loss_fn: LossFn, microbatch: Microbatch) -> None:
     """Run the forward and backward of a microbatch that counts."""
     loss = _forward(step, model, loss_fn, microbatch)[0]  # frees the outputs
-    step.backward(loss, microbatch.count / step.loss_weights.global_total())
+    # `Step.backward` multiplies the loss by it. If the total is only assumed,
+    # `DistributedStep._take_means` divides the gradients once more.
+    weight = microbatch.count / step.loss_weights.global_total()
+    step.backward(loss, weight)
 
 
 def _run_placeholder(

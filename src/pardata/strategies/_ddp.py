@@ -37,7 +37,7 @@ class TransparentDDP(TransparentWrapper, DistributedDataParallel):
             self._broadcast_buffers()  # torch before 2.13 does not without `broadcast_buffers`
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module; the backward of a synchronised training forward broadcasts the buffers.
+        """Run the module; the backward of a synchronized training forward broadcasts the buffers.
 
         PyTorch broadcasts them before the *next* forward, so ranks differ in between, and an
         evaluation communicates.

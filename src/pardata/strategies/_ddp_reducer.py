@@ -44,7 +44,7 @@ class ReducedParameters:
         return self._layouts == _layouts(parameters)
 
     def check(self, model: DistributedDataParallel) -> None:
-        """Raise if DDP would not synchronise a trained parameter.
+        """Raise if DDP would not synchronize a trained parameter.
 
         Raises:
             RuntimeError: a parameter was added, exchanged, converted, frozen or unfrozen.

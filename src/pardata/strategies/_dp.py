@@ -55,11 +55,11 @@ class DpStrategy(Strategy):
     is_collective = needs_group = False
 
     def check(self, model: nn.Module, settings: WrapOptions) -> None:  # noqa: ARG002  # others use it
-        size, synchronises = settings.world.size, settings.sync_batchnorm
-        if size > 1 or synchronises:
+        size, synchronizes = settings.world.size, settings.sync_batchnorm
+        if size > 1 or synchronizes:
             raise ValueError(
                 f"strategy 'dp' must run in one process, without SyncBatchNorm, but has {size} "
-                f"process(es) and sync_batchnorm={synchronises}: use 'ddp', with one for each GPU"
+                f"process(es) and sync_batchnorm={synchronizes}: use 'ddp', with one for each GPU"
             )
 
     def device(self, settings: WrapOptions) -> torch.device | str:

@@ -197,10 +197,10 @@ def _blocks(module: nn.Module, settings: WrapOptions) -> list[nn.Module]:
 
 
 def _mesh(device: torch.device, settings: WrapOptions) -> Any:
-    """Return the device mesh; with replicas, the shard groups are neighbours, on one node."""
+    """Return the device mesh; with replicas, the shard groups are neighbors, on one node."""
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: PLC0415  # half a second
 
-    # Initialises the device; otherwise PyTorch would make another one current.
+    # Initializes the device; otherwise PyTorch would make another one current.
     torch.zeros(1, device=device)
     size, replicas = settings.world.size, int(settings.options.get("replicate", 1))
     world: Any = dist.group.WORLD

@@ -273,7 +273,7 @@ class LossWeights(NamedTuple):
             msg = f"a rank must have a microbatch to run if the others run one, but {batch!r} has "
             msg += "none: give it a placeholder, any microbatch of the step"
             raise ValueError(msg)
-        # First, so that the last microbatch, which synchronises, is a real one if there is any.
+        # First, so that the last microbatch, which synchronizes, is a real one if there is any.
         placeholders = [Microbatch(batch.placeholder, 0) for _ in range(wanted - len(local))]
         return cls(placeholders + local, most, totals, dropped_samples)
 

@@ -14,13 +14,11 @@ from torch.amp import GradScaler
 from pardata.data._microbatches import Microbatches
 from pardata.environment._device import sequence_number
 from pardata.environment._logger import get_logger
-from pardata.environment._world import is_single_process, world
 from pardata.model._fsdp_utils import unsharded_parameters
 from pardata.model._grads_and_buffers import BufferWrites, StashedGradients
 from pardata.model._replica_state import ReplicaState
 from pardata.model._torch_internals import name_of_hooked, parameters_of
 from pardata.model._unwrap import wrapper_chain
-from pardata.rng._seeds import mix, noise_seed, run_seed
 from pardata.store._current_op import forbidding_calls
 from pardata.strategies._forward import active_step, leaves_of
 from pardata.strategies._loss_weights import LossWeights, Microbatch, Replicas, start_all_reduce
@@ -177,10 +175,10 @@ class Step(Replicas):
             raise RuntimeError(f"under strategy 'exact' {msg}")
         _log.warning(msg, ranks="all", once=True)
 
-    def backward(self, loss: Tensor, part: float) -> None:
-        """Run the backward of a microbatch that is the fraction `part` of the global batch."""
+    def backward(self, loss: Tensor, weight: float) -> None:
+        """Run the backward of a microbatch with this weight in the mean over the global batch."""
         # DDP and FSDP divide by the world size; the factor turns their mean into a sum.
-        factor = part * self.size if self.grads_are_averaged else part
+        factor = weight * self.size if self.grads_are_averaged else weight
         with ExitStack() as stack:
             if loss.dtype.itemsize < 4 and math.frexp(factor)[0] != 0.5:  # no power of 2
                 # A loss of 16 bits would round it, so each gradient is multiplied by it.
@@ -239,19 +237,3 @@ class DistributedStep(Step):
             alike = [g for g in gradients if (g.device, g.dtype) == (device, dtype)]
             with torch.no_grad():
                 torch._foreach_div_(alike, by)  # as optimizers do
-
-
-def microbatch_seed(batch: Any, number: int = 0) -> int:
-    """Return the seed of microbatch `number` of a step, the same at every world size.
-
-    It differs in each call of `backward` with the batch. For a batch that is no `Microbatches` it
-    also differs between ranks.
-    """
-    if isinstance(batch, Microbatches):
-        seed = batch.seed if run_seed.seed is None else run_seed.seed
-        again = [batch.runs] if batch.runs else []
-        return mix(noise_seed(seed, batch.epoch) + batch.step, number, *again)
-    run_seed.calls += 1
-    seed = torch.default_generator.initial_seed() if run_seed.seed is None else run_seed.seed
-    rank = 0 if is_single_process() else world().rank
-    return noise_seed(seed, rank) + run_seed.calls

@@ -98,7 +98,7 @@ def wrap_model(
             has an embedding with ``max_norm``, or a batch norm that ``sync_batchnorm`` cannot
             replace. Or ``blocks`` are not in the model or share parameters with the rest, or
             ``replicate`` does not divide the number of ranks. PyTorch itself refuses a model that
-            is not initialised, or on the meta device.
+            is not initialized, or on the meta device.
         RuntimeError: the models of the ranks differ in names, shapes or dtypes; it names the first
             parameter that does. Or there is no process group, or torch is too old for the strategy.
 

@@ -66,9 +66,9 @@ def batch_norm_backward_reduce(grad, x, mean, invstd, weight, need_x, need_weigh
 
 def batch_norm_backward_elemt(grad, x, mean, invstd, weight, sum_dy, sum_dy_xmu, counts):
     count = counts.sum()
-    centred = (x.float() - _rows(x, mean)) * _rows(x, invstd.square() * sum_dy_xmu / count)
+    centered = (x.float() - _rows(x, mean)) * _rows(x, invstd.square() * sum_dy_xmu / count)
     scale = invstd if weight is None else invstd * weight
-    result = (grad.float() - _rows(x, sum_dy / count) - centred) * _rows(x, scale)
+    result = (grad.float() - _rows(x, sum_dy / count) - centered) * _rows(x, scale)
     return result.to(x.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Train a small detector of coloured boxes on images of different sizes, and evaluate it."""
+"""Train a small detector of colored boxes on images of different sizes, and evaluate it."""
 
 import argparse
 
@@ -50,7 +50,7 @@ class Detector(nn.Module):
     def forward(self, images, targets=None):
         """Return the losses, as means of the images, or without targets what is in each."""
         cells = [self.head(self.body(image[None]))[0].flatten(1).T for image in images]
-        middles = [centres(image) for image in images]
+        middles = [centers(image) for image in images]
         if targets is None:
             return [self.boxes(*of) for of in zip(cells, middles, strict=True)]
         losses = [self.losses(*of) for of in zip(cells, middles, targets, strict=True)]
@@ -76,7 +76,7 @@ class Detector(nn.Module):
         return {"boxes": boxes[labels > 0], "labels": labels[labels > 0] - 1}
 
 
-def centres(image):
+def centers(image):
     """Return the middle of each cell of an image, as x and y."""
     rows, columns = (torch.arange(-(-n // CELL), device=image.device) for n in image.shape[1:])
     return torch.cartesian_prod(rows, columns).flip(1).to(image.dtype) * CELL + CELL / 2
@@ -89,7 +89,7 @@ def mean_loss(model, batch):
 
 @torch.no_grad()
 def evaluate(model, loader):
-    """Return the share of all boxes that are found: by half, and in the right colour."""
+    """Return the share of all boxes that are found: by half, and in the right color."""
     found = boxes = 0
     for images, targets in loader:
         for seen, true in zip(model(images), targets, strict=True):

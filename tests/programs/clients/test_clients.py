@@ -50,7 +50,7 @@ def data(tmp_path_factory):
 
 
 def write_photos_and_words(folder):
-    """Write photos of six kinds, each in a colour of its own, and a file of words."""
+    """Write photos of six kinds, each in a color of its own, and a file of words."""
     noise = np.random.default_rng(0)
     for part, images in (("train", 8), ("val", 5)):
         for number, kind in enumerate(CLASSES):

@@ -15,12 +15,12 @@ from pardata.data._microbatches import Microbatches
 from pardata.environment._world import cpu_group_and_device, world
 from pardata.model._torch_internals import parameters_of
 from pardata.rng._rng_state import ForkedRng, default_generators, seed_generators
+from pardata.rng._seeds import microbatch_seed
 from pardata.store._rank_errors import has_lost_peer
 from pardata.store._round import Facts
 from pardata.strategies import _ddp_reducer as reducer
 from pardata.strategies._ddp import DdpStep, HookedDDP
 from pardata.strategies._loss_weights import Microbatch
-from pardata.strategies._step import microbatch_seed
 from pardata.strategies.exact._buffer_means import BufferMeans
 from pardata.strategies.exact._numerics import numerics_error
 from pardata.strategies.exact._tree_all_reduce import IDENTITY, TreeAllReduce, TreeLayout
@@ -97,7 +97,9 @@ class ExactStep(DdpStep):
         self.metrics.raise_refused()
         is_last = microbatch is self.loss_weights.microbatches[-1]
         counts = microbatch.count > 0
-        seed_generators(microbatch_seed(self.batch, microbatch.number), default_generators()[:-1])
+        batch = self.batch
+        where = batch.epoch, batch.step, microbatch.number
+        seed_generators(microbatch_seed(batch.seed, *where, batch.runs), default_generators()[:-1])
         if is_last and self.size > 1:
             self._gradients.last_counts = counts
             yield

@@ -170,7 +170,7 @@ def memory(count: int) -> list[Row]:
 
 def main() -> None:
     """Measure each net and print the tables."""
-    arguments = parser(__doc__, 40, "steps of each strategy, in turns")
+    arguments = parser(__doc__, 16, "steps of each strategy, in turns")
     arguments.add_argument(
         "--nets", nargs="+", choices=NETS, default=list(NETS), help="which (default: all)"
     )

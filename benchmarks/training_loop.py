@@ -148,7 +148,7 @@ def as_rank(nets: list[str], rounds: int, steps: int) -> dict[str, dict[str, lis
 
 def main() -> None:
     """Measure each net at two processes and at one, and print the tables."""
-    arguments = parser(__doc__, 400, "blocks of each contender")
+    arguments = parser(__doc__, 80, "blocks of each contender")
     arguments.add_argument(
         "--steps", type=positive, default=10, help="steps of a block (default: 10)"
     )

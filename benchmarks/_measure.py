@@ -132,8 +132,8 @@ def print_environment() -> dict[str, str]:
     return about
 
 
-def print_table(title: str, unit: str, rows: Iterable[Row]) -> None:
-    """Print the rows as a Markdown table below a title."""
+def table(title: str, unit: str, rows: Iterable[Row]) -> str:
+    """Return the rows as a Markdown table below a title."""
     header = ["", unit, "over", "ratio", "±", "target", ""]
     lines = [header, *(row.cells() for row in rows)]
     columns = list(
@@ -144,10 +144,9 @@ def print_table(title: str, unit: str, rows: Iterable[Row]) -> None:
         [f" {cell:{align}{width}} " for cell, (align, width) in zip(line, columns, strict=True)]
         for line in lines
     ]
-    print(f"\n{title}\n")
-    for cells in [texts[0], rule, *texts[1:]]:
-        print(f"|{'|'.join(cells)}|")
-    print(flush=True)
+    return "\n".join(
+        [title, "", *(f"|{'|'.join(cells)}|" for cells in [texts[0], rule, *texts[1:]])]
+    )
 
 
 class Report:
@@ -156,18 +155,20 @@ class Report:
     def __init__(self, script: str, directory: Path | None) -> None:
         self._script, self._directory = script, directory
         self.about, self.tables = print_environment(), dict[str, Sequence[Any]]()
+        self.units = dict[str, str]()
 
     def add(self, title: str, unit: str, rows: Iterable[Row]) -> None:
         """Print the rows as a Markdown table below a title."""
         self.tables[title] = made = list(rows)
-        print_table(title, unit, made)
+        self.units[title] = unit
+        print(f"\n{table(title, unit, made)}\n", flush=True)
 
     def save(self) -> None:
         """Write the numbers of all rounds, if that was asked for."""
         if self._directory is None:
             return
         tables = {title: [*map(_saved, rows)] for title, rows in self.tables.items()}
-        content = {"environment": self.about, "tables": tables}
+        content = {"environment": self.about, "units": self.units, "tables": tables}
         self._directory.mkdir(parents=True, exist_ok=True)
         path = self._directory / f"{Path(self._script).stem}.json"
         path.write_text(json.dumps(content, indent=1) + "\n")

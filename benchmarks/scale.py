@@ -344,18 +344,21 @@ def exponent(sizes: Sequence[int], seconds: Sequence[float]) -> float:
     return linear_regression(*zip(*points, strict=True)).slope if len(points) > 1 else math.nan
 
 
-def print_growth(found: Mapping[int, Mapping[str, Cost]]) -> None:
-    """Print the seconds by the number of ranks, and at the largest what a rank sends and asks."""
-    sizes = list(found)
-    last = sizes[-1]
-    header = ["s", *map(str, sizes), "exponent", f"requests at {last}", f"kB at {last}"]
-    print(f"\n| {' | '.join(header)} |\n|{' --- |' * len(header)}")
-    for name in OPERATIONS:
-        seconds = [found[size][name].seconds for size in sizes]
+def growth(costs: Mapping[str, Mapping[int, Sequence[float]]]) -> str:
+    """Return a table of the seconds by the number of ranks, of requests and bytes at the largest.
+
+    Args:
+        costs: by operation and number of ranks, the fields of `Cost`.
+    """
+    sizes = list(next(iter(costs.values())))
+    header = ["s", *map(str, sizes), "exponent", f"requests at {sizes[-1]}", f"kB at {sizes[-1]}"]
+    lines = [f"| {' | '.join(header)} |", f"|{' --- |' * len(header)}"]
+    for name, by_size in costs.items():
+        seconds = [cost[0] for cost in by_size.values()]
+        _, requests, sent = by_size[sizes[-1]]
         cells = [*(f"{value:.3g}" for value in seconds), f"{exponent(sizes, seconds):.2f}"]
-        cells += [f"{found[last][name].requests:,}", f"{found[last][name].sent / 1e3:,.1f}"]
-        print(f"| {name} | {' | '.join(cells)} |")
-    print(flush=True)
+        lines.append(f"| {' | '.join([name, *cells, f'{requests:,}', f'{sent / 1e3:,.1f}'])} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -370,10 +373,10 @@ def main() -> None:
     for size in sorted(args.sizes):
         rounds = [measure(size) for _ in range(args.rounds)]
         found[size] = {name: min(costs[name] for costs in rounds) for name in OPERATIONS}
-    print_growth(found)
+    costs = {name: {size: each[name] for size, each in found.items()} for name in OPERATIONS}
+    print(f"\n{growth(costs)}\n", flush=True)
     if args.save:
         args.save.mkdir(parents=True, exist_ok=True)
-        costs = {name: {size: each[name] for size, each in found.items()} for name in OPERATIONS}
         text = json.dumps({"environment": about, "costs": costs}, indent=1)
         (args.save / "scale.json").write_text(text + "\n")
 

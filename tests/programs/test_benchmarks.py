@@ -319,8 +319,7 @@ def test_contenders_take_turns_in_an_order_that_changes():
 def test_the_ratio_is_the_median_of_the_ratios_within_a_round():
     # The second round was slow for both: the ratio of the medians would be 2.
     row = Row.compare({"ours": [1, 20, 3], "theirs": [1, 10, 1]}, "ours", "theirs", "a sample, us")
-    printed = table("A title", "us", [row])
-    title, header, rule, cells = filter(None, printed.splitlines())
+    title, header, rule, cells = filter(None, table("A title", "us", [row]).splitlines())
     assert title == "A title"
     assert re.sub(" +", " ", header) == "| | us | over | ratio | ± | target | |"
     assert set(rule) == set("|-:")

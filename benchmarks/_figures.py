@@ -1,0 +1,268 @@
+"""Write the figures of the pages from results/*.json: all of them, or compare them with --check.
+
+    python benchmarks/_figures.py
+    python benchmarks/_figures.py --check
+
+The page figures.md has every table of every result. A page of the documentation names a figure in
+a comment, and the figure is between that comment and the next empty one.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from _measure import RESULTS, Row, noise, table
+
+ROOT = Path(__file__).parents[1]
+FIGURES_PAGE = ROOT / "benchmarks" / "figures.md"
+# In this page and below: what the figure is, the figure, and where it ends.
+MARK = re.compile(r"<!--([a-z][\w-]*)-->(.*?)<!---->", re.DOTALL)
+
+MLP, MLP_ALONE = "Step of MLP 64-64-10: 2 processes", "Step of MLP 64-64-10: 1 process"
+NET = "Step of net of examples/articles/mnist.py without dropout: 2 processes"
+LOOP, EXACT, REDUCED = "README's loop", "README's loop, exact", "DDP, loss reduced"
+DATA_LOADER, CACHED = "DataLoader, 0 workers", "pardata, cached, batch_transform"
+PLAIN = "pardata, 0 workers"
+SAVE, IN_CALL = "Checkpointer", "resnet50 with Adam, 283 MB: s in the call"
+IN_ALL = "resnet50 with Adam, 283 MB: s to the end"
+GPU_LOOP = "(c) the README's loop over DDP by hand: small MLP, ResNet-18, transformer"
+GPU_DAYS = {
+    "h100-1": (),
+    "h200": ("after the mends, one H200, same software",),
+    "h100-2": ("2026-11-27, one H100, same software, with the redesign of process groups",),
+}
+
+
+def result(script: str) -> Any:
+    """Return the content of the JSON file of a benchmark."""
+    return json.loads((RESULTS / f"{script}.json").read_text(encoding="utf-8"))
+
+
+def row(script: str, title: str, name: str, over: str = "") -> Row:
+    """Return the row of a contender in the only table whose title begins with `title`."""
+    (rows,) = (rows for found, rows in result(script)["tables"].items() if found.startswith(title))
+    (found,) = (one for one in rows if (one["name"], one["over"]) == (name, over))
+    return Row(**found)
+
+
+def rounded(value: float) -> str:
+    """Return a number of two decimals, of one from 10 up, of none from 100 up."""
+    return f"{value:,.{2 if abs(value) < 10 else 1 if abs(value) < 100 else 0}f}"
+
+
+def with_noise(value: float, spread: float) -> str:
+    """Return a number, and how far chance may have moved it."""
+    return f"{rounded(value)} ± {rounded(spread)}"
+
+
+def ratio(script: str, title: str, name: str, over: str) -> str:
+    """Return the ratio of two contenders."""
+    ratios = row(script, title, name, over).ratios
+    return with_noise(median(ratios), noise(ratios))
+
+
+def value(script: str, title: str, name: str, factor: float = 1) -> str:
+    """Return the median of what a contender measured."""
+    return f"{median(row(script, title, name).values) * factor:,.3g}"
+
+
+def on_gpu(day: str, *path: str | int) -> Any:
+    """Return what was measured on a day with a GPU."""
+    found = result("gpu_first_day")
+    for step in (*GPU_DAYS[day], *path):
+        found = found[step]
+    return found
+
+
+def gpu_loop(index: int) -> str:
+    """Return the ratio of the README's loop to hand-written DDP for one of three nets."""
+    text = on_gpu("h100-2", "benchmarks/gpu.py --parts c d e --rounds 1", GPU_LOOP, index)
+    return with_noise(*map(float, text.split(" +- ")))
+
+
+def gpu_tests(day: str) -> str:
+    """Return how many tests passed and failed."""
+    found = on_gpu(day, "pytest -m gpu")
+    return f"{found['passed']} passed, {found['failed']} failed"
+
+
+def gpu_exact() -> str:
+    """Return the two ratios of "exact" to "ddp", of one round each."""
+    first = on_gpu(
+        "h100-1",
+        "benchmarks/gpu.py --parts c d e --rounds 1",
+        "(d) ResNet-18 in microbatches, a step, ms",
+    )
+    again = on_gpu(
+        "h100-2",
+        "benchmarks/gpu.py --parts c d e --rounds 1",
+        "(d) exact over ddp, ResNet-18 in microbatches",
+    )
+    ratios = float(first[2][3]), float(again.split(" ")[0])
+    return " and ".join(map(rounded, sorted(ratios)))
+
+
+def machine(script: str) -> str:
+    """Return where and when a script ran."""
+    about = result(script)["environment"]
+    cpu = "EPYC" if "EPYC" in about["CPU"] else "Xeon"
+    return f"{about['cores']} cores ({cpu}), torch {about['torch']}, {about['date']}"
+
+
+FIGURES: dict[str, Callable[[], str]] = {
+    "machine": lambda: f"{machine('training_loop')}, commit {commit()}",
+    "wrap": lambda: ratio(
+        "step_overhead", MLP, 'wrap_model(..., "ddp")', "DistributedDataParallel"
+    ),
+    "wrap-again": lambda: ratio("step_overhead", MLP, "DDP again", "DistributedDataParallel"),
+    "mlp-ms": lambda: value("training_loop", MLP, "DDP", 1e-3),
+    "net-ms": lambda: value("training_loop", NET, "DDP", 1e-3),
+    "mlp": lambda: ratio("training_loop", MLP, LOOP, "DDP"),
+    "net": lambda: ratio("training_loop", NET, LOOP, "DDP"),
+    "mlp-reduced": lambda: ratio("training_loop", MLP, LOOP, REDUCED),
+    "net-reduced": lambda: ratio("training_loop", NET, LOOP, REDUCED),
+    "mlp-alone": lambda: ratio("training_loop", MLP_ALONE, LOOP, "plain loop"),
+    "mlp-exact": lambda: ratio("training_loop", MLP, EXACT, "DDP"),
+    "exact-net": lambda: ratio("exact", "convnet, 2", "s a step, exact", "s a step, ddp"[9:]),
+    "exact-net-4": lambda: ratio("exact", "convnet, 4", "s a step, exact", "ddp"),
+    "exact-resnet": lambda: ratio("exact", "resnet18, 2", "s a step, exact", "ddp"),
+    "exact-resnet-4": lambda: ratio("exact", "resnet18, 4", "s a step, exact", "ddp"),
+    "exact-perceptron": lambda: ratio("exact", "perceptron", "s a step, exact", "ddp"),
+    "metrics": lambda: ratio(
+        "metrics",
+        "Mean of ten metrics: 2",
+        "all_reduce_mean of ten floats",
+        "one bare all_reduce of ten floats",
+    ),
+    "metrics-each": lambda: ratio(
+        "metrics",
+        "Mean of ten metrics: 2",
+        "one all_reduce for each metric",
+        "all_reduce_mean of ten floats",
+    ),
+    "cached-mnist": lambda: ratio("loading", "MNIST: ", CACHED, DATA_LOADER),
+    "cached-cifar": lambda: ratio("loading", "CIFAR", CACHED, DATA_LOADER),
+    "plain-mnist": lambda: ratio("loading", "MNIST: ", PLAIN, DATA_LOADER),
+    "plain-cifar": lambda: ratio("loading", "CIFAR", PLAIN, DATA_LOADER),
+    "fast-mnist": lambda: ratio("loading", "MNIST: ", f"{PLAIN}, reproducible=False", DATA_LOADER),
+    "first-ms": lambda: value("shuffle", "ms to the first", "make_loader, N = 10^9"),
+    "first-mb": lambda: value("shuffle", "MB to the first", "make_loader, N = 10^9"),
+    "sampler-s": lambda: value(
+        "shuffle", "ms to the first", "DistributedSampler, N = 10^8", 1e-3
+    ),
+    "sampler-mb": lambda: value("shuffle", "MB to the first", "DistributedSampler, N = 10^8"),
+    "epoch-1": lambda: epoch(1, "pardata, cached, tune_cpu=True", "the tutorial"),
+    "epoch-2": lambda: epoch(2, "pardata, cached, tune_cpu=True", "the tutorial"),
+    "epoch-untuned": lambda: epoch(1, "pardata, cached, tune_cpu=False", "the tutorial"),
+    "copy-ms": lambda: value("checkpoint", IN_CALL, "copy", 1e3),
+    "async-ms": lambda: value("checkpoint", IN_CALL, f"{SAVE}, asynchronous", 1e3),
+    "async-end-ms": lambda: value("checkpoint", IN_ALL, f"{SAVE}, asynchronous", 1e3),
+    "save-ms": lambda: value("checkpoint", IN_CALL, SAVE, 1e3),
+    "torch-save-ms": lambda: value("checkpoint", IN_CALL, "torch.save", 1e3),
+    "synced-ms": lambda: value("checkpoint", IN_CALL, "torch.save, synced", 1e3),
+    "cost": lambda: ratio("balance", "ddp", "with `cost`", "limit"),
+    "no-cost": lambda: ratio("balance", "ddp", "without", "limit"),
+    "cost-exact": lambda: ratio("balance", "exact", "with `cost`", "limit"),
+    "no-cost-exact": lambda: ratio("balance", "exact", "without", "limit"),
+    "import-ms": lambda: value("import_time", "Import", "torch, then pardata"),
+    "gpu-mlp": lambda: gpu_loop(0),
+    "gpu-resnet": lambda: gpu_loop(1),
+    "gpu-transformer": lambda: gpu_loop(2),
+    "gpu-exact": gpu_exact,
+    "gpu-mlp-pair": lambda: gpu_pair("MLP"),
+    "gpu-resnet-pair": lambda: gpu_pair("ResNet-18"),
+    "gpu-tests-1": lambda: gpu_tests("h100-1"),
+    "gpu-tests-h200": lambda: gpu_tests("h200"),
+    "gpu-tests-2": lambda: gpu_tests("h100-2"),
+}
+
+
+def commit() -> str:
+    """Return the commit of the results of the CPU; raise if they are of several."""
+    names = {
+        about["commit"]
+        for path in RESULTS.glob("*.json")
+        if "commit" in (about := result(path.stem)["environment"]) and "driver" not in about
+    }
+    if len(names) != 1:
+        raise ValueError(f"the results must be of one commit, but are of {sorted(names)}")
+    return str(names.pop())
+
+
+def epoch(size: int, name: str, over: str) -> str:
+    """Return the ratio of two epochs on a number of processes."""
+    titles = [title for title in result("epoch")["tables"] if f": {size} process(es)" in title]
+    return ratio("epoch", titles[0], name, over)
+
+
+def gpu_pair(net: str) -> str:
+    """Return a ratio on one GPU with the work of a group of two ranks."""
+    found = on_gpu("h100-2", "the README's loop as with two ranks, over DDP by hand", net)
+    return rounded(found)
+
+
+def pages() -> Iterator[tuple[Path, str]]:
+    """Yield each page with figures, and what it must hold."""
+    yield FIGURES_PAGE, figures_page()
+    for page in [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]:
+        yield page, quoted(page.read_text(encoding="utf-8"))
+
+
+def quoted(text: str) -> str:
+    """Return a page with each marked figure as the results have it."""
+    return MARK.sub(lambda mark: f"<!--{mark[1]}-->{FIGURES[mark[1]]()}<!---->", text)
+
+
+def figures_page() -> str:
+    """Return the page with every table of every result."""
+    from scale import growth  # noqa: PLC0415  # imports torch
+
+    parts = [
+        "# Figures",
+        "Written by `python benchmarks/_figures.py` from the files in [results](results): do not edit. "
+        "[README.md](README.md#how-to-read-a-table) explains the columns.",
+    ]
+    for path in sorted(RESULTS.glob("*.json")):
+        found = result(path.stem)
+        parts += [f"## {path.stem}.py", "; ".join(map(": ".join, found["environment"].items()))]
+        if path.stem == "gpu_first_day":
+            parts.append(gpu_table())
+        elif path.stem == "scale":
+            parts.append(growth(found["costs"]))
+        else:
+            for title, rows in found["tables"].items():
+                parts.append(table(title, found.get("units", {}).get(title, ""), (Row(**one) for one in rows)))
+    return "\n\n".join(parts) + "\n"
+
+
+def gpu_table() -> str:
+    """Return what was measured on GPUs by hand."""
+    rows = {
+        "`pytest -m gpu`, one H100, 2026-11-26": gpu_tests("h100-1"),
+        "`pytest -m gpu`, one H200, 2026-11-26": gpu_tests("h200"),
+        "`pytest -m gpu`, one H100, 2026-11-27": gpu_tests("h100-2"),
+    }
+    return "\n".join(["| what | found |", "| --- | --- |", *(f"| {a} | {b} |" for a, b in rows.items())])
+
+
+def main() -> None:
+    """Write the pages, or say which differ."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing, exit 1 on a difference")
+    args = parser.parse_args()
+    old = [page for page, text in pages() if not page.exists() or page.read_text("utf-8") != text]
+    if args.check:
+        sys.exit("\n".join(f"{page.relative_to(ROOT)} is not as the results" for page in old) or 0)
+    for page, text in pages():
+        page.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -30,7 +30,9 @@ DATA_LOADER, CACHED = "DataLoader, 0 workers", "pardata, cached, batch_transform
 PLAIN = "pardata, 0 workers"
 SAVE, IN_CALL = "Checkpointer", "resnet50 with Adam, 283 MB: s in the call"
 IN_ALL = "resnet50 with Adam, 283 MB: s to the end"
+GPU_STEPS = "benchmarks/gpu.py --parts c d e --rounds 1"
 GPU_LOOP = "(c) the README's loop over DDP by hand: small MLP, ResNet-18, transformer"
+GPU_NET = "(b) ResNet-50, bf16: CIFAR-10 as JPEG, with random crop and flip, batch 512, images/s"
 GPU_DAYS = {
     "h100-1": (),
     "h200": ("after the mends, one H200, same software",),
@@ -81,8 +83,7 @@ def on_gpu(day: str, *path: str | int) -> Any:
 
 def gpu_loop(index: int) -> str:
     """Return the ratio of the README's loop to hand-written DDP for one of three nets."""
-    text = on_gpu("h100-2", "benchmarks/gpu.py --parts c d e --rounds 1", GPU_LOOP, index)
-    return with_noise(*map(float, text.split(" +- ")))
+    return with_noise(*map(float, on_gpu("h100-2", GPU_STEPS, GPU_LOOP, index).split(" +- ")))
 
 
 def gpu_tests(day: str) -> str:
@@ -93,18 +94,10 @@ def gpu_tests(day: str) -> str:
 
 def gpu_exact() -> str:
     """Return the two ratios of "exact" to "ddp", of one round each."""
-    first = on_gpu(
-        "h100-1",
-        "benchmarks/gpu.py --parts c d e --rounds 1",
-        "(d) ResNet-18 in microbatches, a step, ms",
-    )
-    again = on_gpu(
-        "h100-2",
-        "benchmarks/gpu.py --parts c d e --rounds 1",
-        "(d) exact over ddp, ResNet-18 in microbatches",
-    )
-    ratios = float(first[2][3]), float(again.split(" ")[0])
-    return " and ".join(map(rounded, sorted(ratios)))
+    title = "(d) ResNet-18 in microbatches, a step, ms"
+    first = on_gpu("h100-1", GPU_STEPS, title, 2, 3)
+    again = on_gpu("h100-2", GPU_STEPS, "(d) exact over ddp, ResNet-18 in microbatches")
+    return " and ".join(map(rounded, sorted([float(first), float(again.split(" ")[0])])))
 
 
 def machine(script: str) -> str:
@@ -128,7 +121,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "net-reduced": lambda: ratio("training_loop", NET, LOOP, REDUCED),
     "mlp-alone": lambda: ratio("training_loop", MLP_ALONE, LOOP, "plain loop"),
     "mlp-exact": lambda: ratio("training_loop", MLP, EXACT, "DDP"),
-    "exact-net": lambda: ratio("exact", "convnet, 2", "s a step, exact", "s a step, ddp"[9:]),
+    "exact-net": lambda: ratio("exact", "convnet, 2", "s a step, exact", "ddp"),
     "exact-net-4": lambda: ratio("exact", "convnet, 4", "s a step, exact", "ddp"),
     "exact-resnet": lambda: ratio("exact", "resnet18, 2", "s a step, exact", "ddp"),
     "exact-resnet-4": lambda: ratio("exact", "resnet18, 4", "s a step, exact", "ddp"),
@@ -165,6 +158,9 @@ FIGURES: dict[str, Callable[[], str]] = {
     "save-ms": lambda: value("checkpoint", IN_CALL, SAVE, 1e3),
     "torch-save-ms": lambda: value("checkpoint", IN_CALL, "torch.save", 1e3),
     "synced-ms": lambda: value("checkpoint", IN_CALL, "torch.save, synced", 1e3),
+    "async": lambda: ratio("checkpoint", IN_CALL, f"{SAVE}, asynchronous", "copy"),
+    "save": lambda: ratio("checkpoint", IN_CALL, SAVE, "torch.save"),
+    "save-synced": lambda: ratio("checkpoint", IN_CALL, SAVE, "torch.save, synced"),
     "cost": lambda: ratio("balance", "ddp", "with `cost`", "limit"),
     "no-cost": lambda: ratio("balance", "ddp", "without", "limit"),
     "cost-exact": lambda: ratio("balance", "exact", "with `cost`", "limit"),
@@ -176,6 +172,11 @@ FIGURES: dict[str, Callable[[], str]] = {
     "gpu-exact": gpu_exact,
     "gpu-mlp-pair": lambda: gpu_pair("MLP"),
     "gpu-resnet-pair": lambda: gpu_pair("ResNet-18"),
+    "gpu-lenet": lambda: ratio("gpu", "(a)", CACHED, DATA_LOADER),
+    "gpu-lenet-s": lambda: value("gpu", "(a)", f"{CACHED}, in all"),
+    "gpu-lenet-4": lambda: f"{lenet(CACHED) / lenet('DataLoader, 4 workers'):.2f}",
+    "gpu-images": lambda: ratio("gpu", GPU_NET, CACHED, "DDP by hand, DataLoader, 8 workers"),
+    "gpu-ready": lambda: ratio("gpu", GPU_NET, CACHED, "limit: all batches on the GPU"),
     "gpu-tests-1": lambda: gpu_tests("h100-1"),
     "gpu-tests-h200": lambda: gpu_tests("h200"),
     "gpu-tests-2": lambda: gpu_tests("h100-2"),
@@ -198,6 +199,11 @@ def epoch(size: int, name: str, over: str) -> str:
     """Return the ratio of two epochs on a number of processes."""
     titles = [title for title in result("epoch")["tables"] if f": {size} process(es)" in title]
     return ratio("epoch", titles[0], name, over)
+
+
+def lenet(name: str) -> float:
+    """Return the seconds of ten epochs of LeNet on a GPU."""
+    return median(row("gpu", "(a)", name, "" if name == DATA_LOADER else DATA_LOADER).values)
 
 
 def gpu_pair(net: str) -> str:

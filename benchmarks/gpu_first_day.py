@@ -57,6 +57,7 @@ import torch.distributed as dist
 from _gpu_loops import by_hand, nets, readme, ready, synchronize, timed
 from _gpu_operations import RAISES, Case, cases, differentiated
 from _measure import Report, alternate, parser
+from _targets import TARGETS
 from _nets import Block, mean_loss
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -231,6 +232,7 @@ def outcome(case: Case, place: Place) -> str:
         return f"raises {first_line(error)}"
 
 
+LOOP, EXACT = "README's loop, one GPU", "exact, one GPU"  # targets
 ENDS = {
     "an error of Python, NCCL at work": "[1, 1], [True, True]",
     "a device-side assert, NCCL at work": "[1, -6], [-, False]: the watchdog of NCCL is first",
@@ -352,7 +354,7 @@ def exact(place: Place) -> Findings:
             f"{name}: ddp, deterministic": partial(ddp, deterministic=True),
             f"{name}: exact": partial(ours, deterministic=True),
         }
-        expected = {f"{name}: exact": "<= 1.5 (ResNet-18: 1.53, 1.18), 0 waits"}
+        expected = {f"{name}: exact": f"{TARGETS[EXACT]} (ResNet-18: 1.53, 1.18), 0 waits"}
         yield from compared(blocks, len(batches), place, expected)
 
 
@@ -378,7 +380,7 @@ def two_ranks(place: Place) -> Findings:
             f"{name}: README's loop": partial(readme(net()), batches),
             f"{name}: README's loop, for two": partial(run_for_two, readme(net()), batches),
         }
-        expected = dict.fromkeys(list(blocks)[1:], f"<= 1.02 {measured[name]}, 0 waits")
+        expected = dict.fromkeys(list(blocks)[1:], f"{TARGETS[LOOP]} {measured[name]}, 0 waits")
         yield from compared(blocks, len(batches), place, expected)
 
 

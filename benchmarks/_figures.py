@@ -17,10 +17,15 @@ from statistics import median
 from typing import Any
 
 from _measure import RESULTS, Row, noise, table
+from _targets import TARGETS
 
 ROOT = Path(__file__).parents[1]
 FIGURES_PAGE = ROOT / "benchmarks" / "figures.md"
-# In this page and below: what the figure is, the figure, and where it ends.
+HEAD = """# Figures
+
+`python benchmarks/_figures.py` writes this page from the files in [results](results). [How to read
+a table](README.md#how-to-read-a-table) explains the columns."""
+# In a page: the name of a figure, the figure, and where it ends.
 MARK = re.compile(r"<!--([a-z][\w-]*)-->(.*?)<!---->", re.DOTALL)
 
 MLP, MLP_ALONE = "Step of MLP 64-64-10: 2 processes", "Step of MLP 64-64-10: 1 process"
@@ -30,8 +35,11 @@ DATA_LOADER, CACHED = "DataLoader, 0 workers", "pardata, cached, batch_transform
 PLAIN = "pardata, 0 workers"
 SAVE, IN_CALL = "Checkpointer", "resnet50 with Adam, 283 MB: s in the call"
 IN_ALL = "resnet50 with Adam, 283 MB: s to the end"
+SCALE = {"barrier, s": "barrier", "wrap_model, s": "wrap_model"}
+TARGETS_OF_TABLES = (*SCALE, "README's loop, one GPU", "exact, one GPU")  # all others: of rows
 GPU_STEPS = "benchmarks/gpu.py --parts c d e --rounds 1"
 GPU_LOOP = "(c) the README's loop over DDP by hand: small MLP, ResNet-18, transformer"
+GPU_LOOP_TARGET, GPU_NETS = "README's loop, one GPU", ("small MLP", "ResNet-18", "transformer")
 GPU_NET = "(b) ResNet-50, bf16: CIFAR-10 as JPEG, with random crop and flip, batch 512, images/s"
 GPU_DAYS = {
     "h100-1": (),
@@ -52,20 +60,16 @@ def row(script: str, title: str, name: str, over: str = "") -> Row:
     return Row(**found)
 
 
-def rounded(value: float) -> str:
-    """Return a number of two decimals, of one from 10 up, of none from 100 up."""
-    return f"{value:,.{2 if abs(value) < 10 else 1 if abs(value) < 100 else 0}f}"
-
-
-def with_noise(value: float, spread: float) -> str:
-    """Return a number, and how far chance may have moved it."""
-    return f"{rounded(value)} ± {rounded(spread)}"
+def rounded(*numbers: float) -> str:
+    """Return a number, and how far chance may have moved it, with the decimals of the number."""
+    decimals = sum(abs(numbers[0]) < limit for limit in (10, 100))
+    return " ± ".join(f"{number:,.{decimals}f}" for number in numbers)
 
 
 def ratio(script: str, title: str, name: str, over: str) -> str:
     """Return the ratio of two contenders."""
     ratios = row(script, title, name, over).ratios
-    return with_noise(median(ratios), noise(ratios))
+    return rounded(median(ratios), noise(ratios))
 
 
 def value(script: str, title: str, name: str, factor: float = 1) -> str:
@@ -83,7 +87,7 @@ def on_gpu(day: str, *path: str | int) -> Any:
 
 def gpu_loop(index: int) -> str:
     """Return the ratio of the README's loop to hand-written DDP for one of three nets."""
-    return with_noise(*map(float, on_gpu("h100-2", GPU_STEPS, GPU_LOOP, index).split(" +- ")))
+    return rounded(*map(float, on_gpu("h100-2", GPU_STEPS, GPU_LOOP, index).split(" +- ")))
 
 
 def gpu_tests(day: str) -> str:
@@ -145,9 +149,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "fast-mnist": lambda: ratio("loading", "MNIST: ", f"{PLAIN}, reproducible=False", DATA_LOADER),
     "first-ms": lambda: value("shuffle", "ms to the first", "make_loader, N = 10^9"),
     "first-mb": lambda: value("shuffle", "MB to the first", "make_loader, N = 10^9"),
-    "sampler-s": lambda: value(
-        "shuffle", "ms to the first", "DistributedSampler, N = 10^8", 1e-3
-    ),
+    "sampler-s": lambda: value("shuffle", "ms to the first", "DistributedSampler, N = 10^8", 1e-3),
     "sampler-mb": lambda: value("shuffle", "MB to the first", "DistributedSampler, N = 10^8"),
     "epoch-1": lambda: epoch(1, "pardata, cached, tune_cpu=True", "the tutorial"),
     "epoch-2": lambda: epoch(2, "pardata, cached, tune_cpu=True", "the tutorial"),
@@ -226,34 +228,53 @@ def quoted(text: str) -> str:
 
 def figures_page() -> str:
     """Return the page with every table of every result."""
-    from scale import growth  # noqa: PLC0415  # imports torch
-
-    parts = [
-        "# Figures",
-        "Written by `python benchmarks/_figures.py` from the files in [results](results): do not edit. "
-        "[README.md](README.md#how-to-read-a-table) explains the columns.",
-    ]
+    parts = [HEAD]
     for path in sorted(RESULTS.glob("*.json")):
         found = result(path.stem)
-        parts += [f"## {path.stem}.py", "; ".join(map(": ".join, found["environment"].items()))]
-        if path.stem == "gpu_first_day":
-            parts.append(gpu_table())
-        elif path.stem == "scale":
-            parts.append(growth(found["costs"]))
-        else:
-            for title, rows in found["tables"].items():
-                parts.append(table(title, found.get("units", {}).get(title, ""), (Row(**one) for one in rows)))
+        about = "; ".join(": ".join(item) for item in found["environment"].items())
+        parts += [f"## {path.stem}.py", about, *tables(path.stem, found)]
     return "\n\n".join(parts) + "\n"
 
 
-def gpu_table() -> str:
-    """Return what was measured on GPUs by hand."""
-    rows = {
-        "`pytest -m gpu`, one H100, 2026-11-26": gpu_tests("h100-1"),
-        "`pytest -m gpu`, one H200, 2026-11-26": gpu_tests("h200"),
-        "`pytest -m gpu`, one H100, 2026-11-27": gpu_tests("h100-2"),
-    }
-    return "\n".join(["| what | found |", "| --- | --- |", *(f"| {a} | {b} |" for a, b in rows.items())])
+def tables(script: str, found: Any) -> Iterator[str]:
+    """Yield the tables of a result."""
+    if script == "scale":
+        from scale import growth  # noqa: PLC0415  # imports torch
+
+        yield growth(found["costs"])
+        for name, operation in SCALE.items():
+            by_size = found["costs"][operation]
+            ranks, (seconds, *_) = next(reversed(by_size.items()))
+            judged = f"{TARGETS[name]} s, {TARGETS[name].verdict(seconds, 0)}"
+            yield f"{operation} of {ranks} ranks: {seconds:.2f} s; target {judged}"
+    elif script == "gpu_first_day":
+        yield from gpu_tables()
+    else:
+        for title, rows in found["tables"].items():
+            yield table(title, found["units"][title], [Row(**one) for one in rows])
+
+
+def gpu_tables() -> Iterator[str]:
+    """Yield what was measured in three sessions on a GPU, with the targets."""
+    yield plain_table(
+        "`pytest -m gpu`: one H100, then one H200 on the same day, one H100 on the next",
+        *((day, gpu_tests(day)) for day in GPU_DAYS),
+    )
+    yield plain_table(
+        f"The README's loop over hand-written DDP, one H100; target {TARGETS[GPU_LOOP_TARGET]}",
+        *((net, gpu_loop(index)) for index, net in enumerate(GPU_NETS)),
+        *((f"{net}, for two ranks", gpu_pair(net)) for net in ("MLP", "ResNet-18")),
+    )
+    yield plain_table(
+        f'"exact" over "ddp", one H100, two sessions; target {TARGETS["exact, one GPU"]}',
+        ("ResNet-18 in microbatches", gpu_exact()),
+    )
+
+
+def plain_table(title: str, *rows: tuple[str, str]) -> str:
+    """Return rows of two cells as a Markdown table below a title."""
+    lines = (f"| {name} | {found} |" for name, found in rows)
+    return "\n".join([title, "", "| | |", "| --- | --- |", *lines])
 
 
 def main() -> None:
@@ -261,7 +282,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--check", action="store_true", help="write nothing, exit 1 on a difference")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if they differ")
     args = parser.parse_args()
     old = [page for page, text in pages() if not page.exists() or page.read_text("utf-8") != text]
     if args.check:

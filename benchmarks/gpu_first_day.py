@@ -57,8 +57,8 @@ import torch.distributed as dist
 from _gpu_loops import by_hand, nets, readme, ready, synchronize, timed
 from _gpu_operations import RAISES, Case, cases, differentiated
 from _measure import Report, alternate, parser
-from _targets import TARGETS
 from _nets import Block, mean_loss
+from _targets import TARGETS
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import profile, supported_activities

@@ -20,6 +20,7 @@ version = release = pardata.__version__
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",  # the table of names at the top of the reference
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",  # each name of the reference links to its source
     "sphinx_copybutton",
@@ -45,6 +46,7 @@ myst_heading_anchors = 3  # links to headings, as on a forge
 smartquotes = False  # the quotes and the "--" of an error or a command stay what they are
 default_role = "py:obj"  # `init` in a docstring links to its entry, where it has one
 
+autosummary_generate = False  # the reference has all entries on one page
 autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
 python_maximum_signature_line_length = 60  # longer ones have a line for each parameter

@@ -1,11 +1,11 @@
-"""Draw images/hero.svg: one training at 1, 2 and 4 processes, by hand and with strategy "exact".
+"""Draw images/hero.svg: one training at 1, 2 and 4 processes, with hand-written DDP and "exact".
 
     python docs/hero.py                                # takes a minute
     python docs/hero.py --epochs 1 --out hero.svg
 
 A net with batch norm and dropout learns scikit-learn's handwritten digits. By hand: PyTorch's
 DistributedDataParallel, DistributedSampler and DataLoader, seeded with the rank, as its tutorials
-have it. With pardata: strategy "exact". Each curve and each hash is of a run of its own.
+have it. With pardata: strategy "exact". Each curve and each hash is of another run.
 """
 
 import argparse
@@ -103,14 +103,14 @@ def draw(found: dict[str, dict[int, tuple[list[float], str]]], out: Path) -> Non
     from matplotlib import pyplot as plt  # noqa: PLC0415
 
     kinds = ("axes.edgecolor", "axes.labelcolor", "text.color", "xtick.color", "ytick.color")
-    mpl.rcParams.update(dict.fromkeys(kinds, INK) | {"font.size": 13, "svg.fonttype": "none"})
+    mpl.rcParams.update(dict.fromkeys(kinds, INK) | {"font.size": 15, "svg.fonttype": "none"})
     mpl.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
-    mpl.rcParams.update({"axes.titlesize": 13, "legend.fontsize": 12, "legend.title_fontsize": 12})
+    mpl.rcParams.update({"axes.titlesize": 15, "legend.fontsize": 14, "legend.title_fontsize": 14})
     mpl.rcParams["svg.hashsalt"] = "hero"  # the same file from the same numbers
     figure, axes = plt.subplots(1, 2, figsize=(8, 4), sharey=True, layout="constrained")
     for panel, (how, runs) in zip(axes, found.items(), strict=True):
         one = len({weights for _, weights in runs.values()}) == 1
-        title = f"{how}: {'one run' if one else 'different runs'}"
+        title = f"{how}: {'one result' if one else 'three results'}"
         for (size, (losses, weights)), wide, color in zip(
             runs.items(), (8, 4.5, 1.6), ("#6baed6", "#fd8d3c", "#31a354"), strict=True
         ):
@@ -118,7 +118,7 @@ def draw(found: dict[str, dict[int, tuple[list[float], str]]], out: Path) -> Non
             panel.plot(smoothed(losses), lw=wide if one else 2, color=color, label=label)
         panel.set(title=title, xlabel="optimizer step", yscale="log")
         panel.grid(alpha=0.2)
-        panel.legend(frameon=False, title="SHA-256 of the trained weights")
+        panel.legend(frameon=False, title="SHA-256 of the weights")
     axes[0].set_ylabel(f"training loss, mean of {SMOOTHED} steps")
     figure.savefig(out, transparent=True, metadata={"Date": None})
     text = out.read_text().replace(INK, "currentColor")
@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=default, help="the picture's file")
     args = parser.parse_args()
     found: dict[str, dict[int, tuple[list[float], str]]] = {}
-    for title, train in {"DDP by hand": by_hand, 'pardata, strategy="exact"': exact}.items():
+    for title, train in {"hand-written DDP": by_hand, 'strategy="exact"': exact}.items():
         found[title] = {}
         for size in SIZES:
             losses, weights = run(train, args.epochs, world_size=size, timeout=600)[0]

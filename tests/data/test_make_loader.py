@@ -122,7 +122,7 @@ def _warnings_of_training(strategy, arguments):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_uneven_shares_are_warned_about_once_where_backward_does_not_weight_them(strategy):
     text = (
-        "[0/3] `batch_size` 8 leaves 3 ranks unequal shares: call "
+        "[0/3] `batch_size` 8 leaves 3 ranks unequal local batches: call "
         "`pardata.backward`, which weights them, or pass a multiple of 3 and no `cost`"
     )
     for arguments in UNEVEN.values():

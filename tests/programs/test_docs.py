@@ -376,15 +376,20 @@ def rows_of(page):
     return {line.split(" | ")[0]: line for line in lines if re.match(r"\| [^|-]", line)}
 
 
+def first_columns(row):
+    return row.rstrip(" |").split(" | ")[:5]
+
+
 def test_the_readmes_comparison_is_a_part_of_the_whole_one():
     whole = rows_of(DOCS / "comparison.md")
-    readme = {name: row for name, row in rows_of(ROOT / "README.md").items() if name in whole}
-    heading = "| | pardata | DDP by hand | Accelerate | Fabric | Ignite |"
+    heading = (
+        "| | pardata | hand-written DDP | Accelerate | Fabric |\n| --- | --- | --- | --- | --- |\n"
+    )
     table = (ROOT / "README.md").read_text(encoding="utf-8").partition(heading)[2]
-    assert table.partition("\n\n")[0].count("\n") - 1 == len(readme) == 8
-    assert {name: row.replace("](docs/", "](") for name, row in readme.items()} == {
-        name: whole[name] for name in readme
-    }
+    rows = table.partition("\n\n")[0].replace("](docs/", "](").splitlines()
+    assert len(rows) == 6
+    for row in rows:
+        assert first_columns(row) == first_columns(whole[row.split(" | ")[0]])
 
 
 def test_no_page_names_a_path_of_somebodys_machine():
@@ -404,10 +409,10 @@ def first_line(value):
     return (inspect.getdoc(value) or "").partition("\n")[0]
 
 
-def test_the_api_page_lists_every_public_name_with_its_summary():
+def test_the_api_page_lists_every_public_name_and_documents_it():
     page = (ROOT / "docs/api.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| \[`([\w.]+)`\]\(#\S+\) \| (.*) \|$", page, re.MULTILINE)
-    assert sorted(rows) == sorted((name, first_line(value)) for name, value in PUBLIC.items())
+    listed = re.findall(r"^   pardata\.([\w.]+)$", page, re.MULTILINE)
+    assert sorted(listed) == sorted(PUBLIC)
     documented = re.findall(r"^\.\. auto(?:function|class):: pardata\.([\w.]+)", page, re.MULTILINE)
     assert set(PUBLIC) <= set(documented)
 

@@ -146,9 +146,9 @@ def test_a_bad_page_is_found(browser, tmp_path):
 def test_the_readmes_table_is_a_list_on_a_phone(site, browser):
     browser.open((site / "index.html").as_uri())
     browser.show(*PHONE, "light")
-    cells = "[...document.querySelectorAll('#what-it-does table:first-of-type td')]"
+    cells = "[...document.querySelectorAll('#compared table td')]"
     edges = browser.ask(f"{cells}.map(cell => cell.getBoundingClientRect().right)")
-    assert len(edges) > 40
+    assert len(edges) == 6 * 5
     assert max(edges) <= PHONE[0]
 
 

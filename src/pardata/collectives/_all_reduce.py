@@ -57,7 +57,7 @@ def all_reduce_mean(value: Any, weight: float | Tensor = 1) -> Any:
     checked = CheckedCollective("all_reduce_mean", lambda: numbers_of(value), shape_text)
     number = checked.capture(lambda: checked_weight(weight), 0.0)
     if checked.world.size == 1:
-        number = float(number > 0)  # alone, the mean is the value, to the last bit
+        number = float(number > 0)  # in one process, the mean is bitwise the value
     with explain_comm_errors("all_reduce_mean"):
         total, sums = _reduce(checked, number)
     if total == 0:

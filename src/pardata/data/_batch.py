@@ -221,17 +221,17 @@ def _common_rows(part: Any) -> int | None:
 
 
 class UnevenShares:
-    """Warns once if a training forward outside of `backward` would average uneven shares."""
+    """Warns once of local batches of unequal size in a training forward outside of `backward`."""
 
     batch_size = 0
 
     def warn(self) -> None:
-        """Log the warning if a training loader has uneven shares."""
+        """Log the warning if a training loader has them."""
         if not self.batch_size:
             return
         batch_size, self.batch_size = self.batch_size, 0
         ranks = dist.get_world_size()
-        text = f"`batch_size` {batch_size} leaves {ranks} ranks unequal shares: call "
+        text = f"`batch_size` {batch_size} leaves {ranks} ranks unequal local batches: call "
         text += (
             f"`pardata.backward`, which weights them, or pass a multiple of {ranks} and no `cost`"
         )

@@ -245,7 +245,7 @@ def _plan(given: LoaderConfig, ranks: env.World, *, drop_last: bool) -> Plan:
 
 
 def _warn_of_idle_ranks(settings: ResolvedConfig) -> None:
-    """Warn of an empty dataset and of idle ranks; note if shares are uneven."""
+    """Warn of an empty dataset and of idle ranks; note if local batches have unequal sizes."""
     given, plan = settings.given, settings.plan
     batch_size, ranks = given.batch_size, plan.size
     if plan.length == 0:

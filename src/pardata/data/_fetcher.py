@@ -46,7 +46,7 @@ class Collator(NamedTuple):
     def context_for(
         self, user: str, step: StepInfo, microbatch: int, device: torch.device | None = None
     ) -> AbstractContextManager[None]:
-        """Return the context of a call of the user's function for one microbatch, or for a share.
+        """Return the context of a call of the user's function for a microbatch or a local batch.
 
         `user` is the name of the function, and part of its seed. Without a `device` the call is
         inside `fork_rng`, which restores the generators.
@@ -150,12 +150,12 @@ class MapFetcher(Dataset[Any]):
         return self.collation.batch_of(samples, indices, step, microbatch)
 
     def _many(self, step: StepInfo, microbatch: int, indices: Sequence[Any]) -> Any:
-        """Return the result of ``__getitems__``; from now on None if it drew for a share."""
+        """Return the result of ``__getitems__``; from now on None if it drew for a local batch."""
         before = self.collation.fork_rng()
         # Seeds, if there are microbatches.
         self.collation.context_for("__getitems__", step, microbatch)
         samples = self._call(self.dataset.__getitems__, indices)
-        # The size of a share depends on the world size. Read one by one, each sample has a seed.
+        # The size of a local batch depends on the world size. One by one, each sample has a seed.
         self._by_items = self.collation.microbatches or not before.advanced()
         return samples if self._by_items else None
 

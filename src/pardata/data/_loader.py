@@ -86,10 +86,11 @@ class Loader(FixedArguments):
         return SimpleNamespace(sampler=self)
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Run the remaining ones of `count` epochs: ``for epoch in loader.epochs(count)``.
+        """Iterate over the remaining epochs of `count`: ``for epoch in loader.epochs(count)``.
 
-        A new loader begins at the first epoch. After `load_state_dict` it runs the remaining
-        batches of the epoch in which the state was saved: none, if that was after the last one.
+        A new loader begins at the first epoch. After `load_state_dict` it begins at the epoch in
+        which the state was saved, with the remaining batches. If none remain, the loop over the
+        batches has no iterations, and the code after it still runs.
         Epochs that ran to their end count as done, also in an earlier loop. If you leave this loop
         in the middle of an epoch, or look at a batch outside of it, that epoch is not done. The
         next loop runs it from its first batch.
@@ -109,10 +110,8 @@ class Loader(FixedArguments):
         """
         count = check_int("count", count, least=0)
         if 0 < count <= (done := self.cursor.next_unfinished.epoch):
-            text = (
-                "epochs(%d) runs nothing: %d are done since the run began; to train longer, pass "
-            )
-            _log.warning(text + "a larger number", count, done, ranks=[0], once=True)
+            text = "epochs(%d) runs nothing: %d are done since the run began; pass a larger number"
+            _log.warning(text, count, done, ranks=[0], once=True)
         while (start := self.cursor.next_unfinished).epoch < count:
             with self.cursor.pinned_epoch(start):
                 yield start.epoch
@@ -136,7 +135,7 @@ class Loader(FixedArguments):
         return self._schema.state(self.cursor.state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next ``iter()`` resume where `state` was taken, at any world size and at once.
+        """Let the next ``iter()`` resume where `state` was taken, at any world size.
 
         It yields the samples of that epoch that were not yet delivered, in the same global batches.
         ``len()`` stays that of a whole epoch. A loop that runs over the loader ends with an error
@@ -161,13 +160,13 @@ class Loader(FixedArguments):
             _log.info("the loader reads %d samples again, to resume after them", start.delivered)
 
     def stats(self) -> dict[str, float]:
-        """Return how this rank's time was spent since the epoch in progress, or the last, began.
+        """Return how long this rank waited for data in the epoch in progress, or in the last one.
 
-        Of ``seconds``, ``wait_seconds``, the part ``wait_share``, were spent waiting for data.
-        ``samples`` is how many were delivered over all ranks, with ``samples_per_second``.
-        ``imbalance`` is the largest share over the mean, by `cost` or in samples, and
-        ``imbalance_by_number`` that without `cost`. Both are absent before the first step, and nan
-        if `sharded`. Not collective.
+        ``wait_seconds`` of ``seconds`` were spent waiting for data, the fraction ``wait_share``.
+        ``samples`` is the number of samples delivered on all ranks, with ``samples_per_second``.
+        ``imbalance`` is the largest local batch over the mean, by `cost` or in samples, and
+        ``imbalance_by_number`` the same without `cost`. Both are absent before the first step, and
+        nan if `sharded`. Not collective.
         """
         return self._clock.stats()
 
@@ -233,7 +232,7 @@ class Loader(FixedArguments):
             facts |= {"missing": fetched.missing[: len(read)], "placeholder": batches[0]}
             return step, fetched.state, Microbatches(read, **facts)
         (batch,), missing = batches, sum(fetched.missing)
-        # In the first step for the last one, if a share may be a list of samples.
+        # In the first step for the last one, if a local batch may be a list of samples.
         rest = 0 if step.number or isinstance(batch, Tensor) else self._plan.rest
         if step.local_samples == 0 or step.samples < self._plan.size or 0 < rest < self._plan.size:
             # On every rank, so that all raise if the batch cannot be emptied.

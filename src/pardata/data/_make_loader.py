@@ -45,14 +45,14 @@ def make_loader(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     **options: Unpack[DataLoaderOptions],
 ) -> Loader:
-    """Return a loader of this rank's share of each *global* batch of `batch_size` samples.
+    """Return a loader of this rank's part of each *global* batch of `batch_size` samples.
 
-    Step k of an epoch holds the same samples at every world size. Each rank gets consecutive
-    samples of it, and the ranks' counts differ by at most one. The loader collates as
+    Step k of an epoch has the same samples at every world size. Each rank gets consecutive samples
+    of it, its local batch. The sizes of local batches differ by at most one. The loader collates as
     ``DataLoader`` does, and moves each batch to the device. All ranks yield the same number of
-    batches. No sample is repeated. Without `shuffle` the loader leaves none out, so an evaluation
-    counts each exactly once. If then the last batch has fewer samples than ranks,
-    some ranks get an empty one. Epochs advance by themselves, and ``state_dict()`` resumes at any
+    batches. No sample is repeated. Without `shuffle` no sample is left out, so an evaluation counts
+    each exactly once. If then the last batch has fewer samples than ranks, some ranks get an empty
+    one. Epochs advance by themselves, and ``state_dict()`` resumes at any
     step and any world size.
 
     The loader reads by whole batches, without workers, if the dataset is a ``TensorDataset``, what
@@ -67,19 +67,19 @@ def make_loader(
 
     Args:
         dataset: map-style, with ``__getitem__`` and ``__len__``, or an ``IterableDataset``. Every
-            rank reads all of that, in one worker at most, and keeps its own part (but see
-            `sharded`). The loader calls its ``set_epoch``, if it has one, in each process that
-            reads it.
+            rank reads an ``IterableDataset`` to its end, in one worker at most, and keeps its local
+            batches (but see `sharded`). The loader calls its ``set_epoch``, if it has one, in
+            each process that reads it.
         batch_size: samples of one optimizer step, over all ranks. Required, unless there is a
             `batch_sampler`.
-        distributed: ``"auto"`` shares the samples out in a world larger than one. ``True`` requires
-            a launcher. ``False`` gives this process everything.
-        shuffle: take a new order in each epoch. It follows from `seed` and the epoch alone, in
-            constant memory.
+        distributed: ``"auto"`` divides the samples among the ranks. ``True`` requires a launcher.
+            ``False`` gives this process all samples.
+        shuffle: take a new order in each epoch. It depends only on `seed` and the epoch, and
+            takes constant memory.
         drop_last: drop an incomplete last global batch. ``None`` drops it with `shuffle`, because
             that is training, and keeps it otherwise.
         microbatch_size: cut each step into consecutive microbatches of this many samples, at every
-            world size. Each rank gets whole ones, in a row, as `Microbatches`.
+            world size. Each rank gets consecutive microbatches, as `Microbatches`.
         sampler: yields the order of the whole epoch, the same on every rank, in place of `shuffle`.
             It draws under a seed of its own, after its ``set_epoch`` if it has one. Its length may
             change between epochs. A sample that it repeats gets other random numbers.
@@ -90,15 +90,15 @@ def make_loader(
         cost: the cost to train each sample: numbers ≥ 0 of shape (len(dataset),), as a
             list of lengths, or a function of an index. It is called for all indices at once. Ranks
             then get consecutive microbatches of about equal cost, not of equal number; without
-            `microbatch_size`, samples. Of all such cuts, it is one whose largest share is smallest.
+            `microbatch_size`, samples. The largest local batch then costs as little as possible.
             Each rank gets at least one microbatch if there are enough. Batches, order,
             microbatches, seeds and metrics are those without `cost`. For a `Mixture` it has a
             number for each sample of its datasets, one dataset after the other.
         sharded: the ``IterableDataset`` yields, on each rank and worker, samples that no other
             yields. Each rank batches them in the order in which they come. The epoch ends when all
             ranks have run out, and a rank that ran out before gets empty batches. With `drop_last`
-            it ends as soon as one rank cannot fill its share. ``get_worker_info()`` has the number
-            of the worker. Take the rank from `world` when you make the dataset.
+            it ends as soon as one rank cannot fill its local batch. ``get_worker_info()`` has the
+            number of the worker. Take the rank from `world` when you make the dataset.
         num_workers: per rank. ``"auto"`` is 0 for a dataset that is read by whole batches.
             Otherwise it is the number of cores that this rank may use, less one, at most 8.
         seed: of the order, the samples and the workers. ``None`` is rank 0's

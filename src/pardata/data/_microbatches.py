@@ -31,11 +31,11 @@ class Microbatches(Sequence[_T]):
         first: the number, within the step, of the first microbatch here.
         counts: how many samples each microbatch of the whole step has, over all ranks.
         seed: of the loader.
-        size: how many ranks share the step.
+        size: number of ranks that run the step.
         ranges: the numbers of the microbatches of each rank.
         by_cost: whether the `cost` of `make_loader` decides the ranges. Otherwise their lengths
             differ by at most one.
-        runs: how many calls of `backward` have run it: each draws other random numbers.
+        calls: number of calls of `backward` with it: each call draws other random numbers.
         missing: how many samples of each microbatch here ``collate_fn`` has left out as None.
 
     >>> from pardata import make_loader
@@ -61,7 +61,7 @@ class Microbatches(Sequence[_T]):
         self._batches, self.counts = tuple(batches), tuple(counts)
         self.missing = tuple(missing) or (0,) * len(self._batches)
         self.epoch, self.step, self.first = epoch, step, first
-        self.seed, self.size, self.runs = seed, size, 0
+        self.seed, self.size, self.calls = seed, size, 0
         self.ranges = tuple(ranges or even_ranges(len(self.counts), size))
         self.by_cost = by_cost
         self._others = placeholder
@@ -87,7 +87,7 @@ class Microbatches(Sequence[_T]):
 
     @classmethod
     def of(cls, batches: Iterable[_T], *, step: int, epoch: int = 0) -> "Microbatches[_T]":
-        """Return microbatches that no loader made: a step's share of this rank, for `backward`.
+        """Return microbatches that no loader made: the local batch of a step, for `backward`.
 
         Within the step they are in the order of the ranks. Each rank passes the same number of
         them, at least one. `of` counts samples as `backward` does. Collective.

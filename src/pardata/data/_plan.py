@@ -33,7 +33,7 @@ def even_ranges(count: int, size: int) -> tuple[range, ...]:
 
 
 def balanced_ranges(sums: Sequence[float], size: int) -> tuple[range, ...]:
-    """Return the range of each of `size` ranks: of all cuts, one whose largest share is smallest.
+    """Return the range of each of `size` ranks, with the cut whose largest local cost is smallest.
 
     Each range has at least one cost. Equal costs give ranges of equal length.
 
@@ -45,7 +45,7 @@ def balanced_ranges(sums: Sequence[float], size: int) -> tuple[range, ...]:
     latest, largest = _smallest_cut(sums, size)
     ends = [len(sums) - 1]
     for rank in range(size - 1, 0, -1):
-        # The end nearest to an equal share at which no rank gets more than `largest`.
+        # The end nearest to equal costs at which no rank gets more than `largest`.
         nearest = bisect_left(sums, sums[-1] * rank / size)
         earliest = bisect_left(sums, -largest, rank, key=partial(add, -sums[ends[0]]))
         ends.insert(0, max(min(nearest, latest[rank], ends[0] - 1), earliest))
@@ -53,10 +53,10 @@ def balanced_ranges(sums: Sequence[float], size: int) -> tuple[range, ...]:
 
 
 def _smallest_cut(sums: Sequence[float], size: int) -> tuple[list[int], float]:
-    """Return the ends of the cut with the smallest largest share, each as late as it can be.
+    """Return the ends of the cut whose largest local cost is smallest, each as late as it can be.
 
-    A bisection between `low`, the least share that is not excluded, and `high`, the largest share
-    of a cut. Both are differences of sums, so that the search ends at an exact one.
+    A bisection between `low`, the least cost that is not excluded, and `high`, the largest local
+    cost of a cut. Both are differences of sums, so that the search ends at an exact one.
     """
     low, high, best = 0.0, sums[-1], _filled(sums, size, math.inf)
     while low < high:
@@ -66,7 +66,7 @@ def _smallest_cut(sums: Sequence[float], size: int) -> tuple[list[int], float]:
             best, high = ends, max(sums[end] - sums[start] for start, end in pairwise(ends))
         else:
             wider = (sums[min(end + 1, len(sums) - 1)] - sums[s] for s, end in pairwise(ends))
-            low = min(share for share in wider if share > limit)
+            low = min(cost for cost in wider if cost > limit)
     return best, high
 
 
@@ -74,13 +74,13 @@ def _filled(sums: Sequence[float], size: int, limit: float) -> list[int]:
     """Return 0 and the end of each rank's range, where each gets as much as `limit` allows.
 
     A rank leaves one cost for each later rank. The last end is less than the number of costs if
-    there is no cut whose shares are all within `limit`.
+    there is no cut whose local costs are all within `limit`.
     """
     ends = [0]
     for rank in range(size):
         start, most = ends[-1], len(sums) - size + rank
-        shares = partial(add, -sums[start])
-        ends.append(bisect_right(sums, limit, start + 1, most + 1, key=shares) - 1)
+        costs = partial(add, -sums[start])
+        ends.append(bisect_right(sums, limit, start + 1, most + 1, key=costs) - 1)
     return ends
 
 
@@ -89,8 +89,8 @@ class StepInfo(NamedTuple):
 
     Attributes:
         ranges: the range of each rank: of microbatches, or of samples.
-        shares: the largest share of a rank, in samples or by `cost`; the largest if the ranges had
-            equal numbers; and the mean. Not known if each rank reads samples of its own.
+        loads: of the largest local batch, in samples or by `cost`; of the largest if the
+            ranges had equal numbers; and the mean. Not known if each rank reads samples of its own.
     """
 
     epoch: int
@@ -99,14 +99,14 @@ class StepInfo(NamedTuple):
     local_samples: int  # samples of this rank; with 0 it reads a placeholder
     samples: int  # samples of the step over all ranks
     ranges: tuple[range, ...] = ()
-    shares: tuple[float, float, float] = (math.nan, math.nan, 1.0)
+    loads: tuple[float, float, float] = (math.nan, math.nan, 1.0)
 
 
 class FetchedStep(NamedTuple):
     """The collated batches of one step; a NamedTuple, because ``DataLoader`` pins its fields."""
 
     step: StepInfo
-    batches: list[Any]  # one for each microbatch, or one for the share of the rank
+    batches: list[Any]  # one for each microbatch, or one local batch
     digest: str = ""  # hash of the first samples that a stream's reader read in this epoch
     state: Any = None  # the dataset's state after this step, of a stateful stream
     missing: Sequence[int] = ()  # the number of samples of each batch that are None
@@ -114,14 +114,14 @@ class FetchedStep(NamedTuple):
 
 @dataclass(eq=False)
 class Plan:
-    """Divides the positions of an epoch into steps, and each step into shares of the ranks.
+    """Divides the positions of an epoch into steps, and each step into local batches.
 
     With a `microbatch_size` a step is divided into microbatches, of which the last may be short,
-    and a share is a range of microbatches. Otherwise a share is a range of samples. A stream may
+    and a local batch is a range of microbatches. Otherwise it is a range of samples. A stream may
     have no `length`. A sampler's length replaces the dataset's in each epoch. With a
     ``batch_sampler``, which makes the steps, `batch_size` is 0. Step 0 begins at position `start`,
     which is above 0 only in an epoch that is resumed with another batch size. With `costs`, a
-    float64 tensor with one for each sample, shares have about equal costs, not equal numbers.
+    float64 tensor with one for each sample, local batches have about equal costs, not sizes.
     """
 
     length: int | None
@@ -155,7 +155,7 @@ class Plan:
 
     @property
     def rest(self) -> int:
-        """The samples of an incomplete last batch, if there is one and ranks share its samples."""
+        """The samples of an incomplete last batch, if there is one and ranks divide its samples."""
         is_kept = self.length and self.batch_size and not (self.drop_last or self.microbatch_size)
         return ((self.length or 0) - self.start) % self.batch_size if is_kept else 0
 
@@ -175,16 +175,16 @@ class Plan:
         if costs is not None and sums[-1] > 0 and len(sums) > self.size:
             ranges = balanced_ranges(sums, self.size)
         local = ranges[self.rank]
-        first, runs = local.start, [range(samples)[n * size : (n + 1) * size] for n in local]
+        first, positions = local.start, [range(samples)[n * size : (n + 1) * size] for n in local]
         if self.microbatch_size is None:
-            first, runs = 0, [local]
-        local_samples = sum(map(len, runs))
-        runs = runs if local_samples else [range(samples)[:size]]
+            first, positions = 0, [local]
+        local_samples = sum(map(len, positions))
+        positions = positions if local_samples else [range(samples)[:size]]
         largest, usual = (
             max(sums[r.stop] - sums[r.start] for r in each) for each in (ranges, by_number)
         )
-        shares = largest, usual, sums[-1] / self.size
-        return StepInfo(epoch, number, first, local_samples, samples, ranges, shares), runs
+        loads = largest, usual, sums[-1] / self.size
+        return StepInfo(epoch, number, first, local_samples, samples, ranges, loads), positions
 
     def microbatch_sizes(self, samples: int) -> tuple[int, ...]:
         """Return the sizes of all microbatches of a step of `samples` samples, over all ranks."""

@@ -53,24 +53,24 @@ class EpochOrder(NamedTuple):
     digest: str | None = None
     to_samples: Callable[[Tensor], Tensor] | None = None
 
-    def indices_at(self, runs: list[range]) -> Iterable[Indices]:
+    def indices_at(self, ranges: list[range]) -> Iterable[Indices]:
         """Return the indices at each range of positions: a list, or an int64 tensor (len(run),)."""
         if (drawn := self.drawn) is not None:
-            return [list(drawn[run.start : run.stop]) for run in runs]
-        positions = torch.cat([torch.arange(r.start, r.stop, device="cpu") for r in runs])
+            return [list(drawn[one.start : one.stop]) for one in ranges]
+        positions = torch.cat([torch.arange(r.start, r.stop, device="cpu") for r in ranges])
         indices = positions if self.shuffle is None else self.shuffle.at(positions)
-        return list(indices.split([len(run) for run in runs]))
+        return list(indices.split([len(one) for one in ranges]))
 
-    def samples_at(self, runs: list[range]) -> Iterable[Indices]:
+    def samples_at(self, ranges: list[range]) -> Iterable[Indices]:
         """Return `indices_at`, but of a mixture the indices of its datasets' samples."""
-        indices, convert = self.indices_at(runs), self.to_samples
+        indices, convert = self.indices_at(ranges), self.to_samples
         if convert is None:
             return indices
         return [convert(torch.as_tensor(each, device="cpu")) for each in indices]
 
 
 class FetchRequest(NamedTuple):
-    """The indices that a rank reads in a step: a list for each microbatch, or one for its share.
+    """The indices that a rank reads in a step: a list for each microbatch, or one local list.
 
     Attributes:
         positions: the positions of the indices, with a user's sampler. A repeated index is then
@@ -135,20 +135,20 @@ class GlobalBatchSampler(Sampler[FetchRequest]):
         for start in range(self._first, len(steps), together):
             requested = []
             positions = [steps[n] for n in range(start, min(start + together, len(steps)))]
-            for number, (step, runs) in enumerate(self._planned(positions), start):
+            for number, (step, ranges) in enumerate(self._planned(positions), start):
                 at = steps[number]
                 numbered = StepInfo(self._number, number, *step[2:])  # _replace takes twice as long
-                requested.append((numbered, [at[run.start : run.stop] for run in runs]))
-            indices = iter(self.epoch.indices_at([run for _, runs in requested for run in runs]))
+                requested.append((numbered, [at[one.start : one.stop] for one in ranges]))
+            indices = iter(self.epoch.indices_at([one for _, each in requested for one in each]))
             if self.to_workers:
                 # As lists: each tensor would be sent in shared memory, by a file and system calls.
                 indices = map(as_list, indices)
-            for step, runs in requested:
-                drawn_at = None if self.sampler is None else runs
-                yield FetchRequest(step, list(islice(indices, len(runs))), drawn_at)
+            for step, ranges in requested:
+                drawn_at = None if self.sampler is None else ranges
+                yield FetchRequest(step, list(islice(indices, len(ranges))), drawn_at)
 
     def _planned(self, steps: list[range]) -> list[tuple[StepInfo, list[range]]]:
-        """Return for the positions of each step its shares, and the ranges of this rank."""
+        """Return for the positions of each step its `StepInfo`, and the ranges of this rank."""
         plan = self.plan
         if plan.costs is None:
             by_size = {size: plan.local_ranges(size) for size in {*map(len, steps)}}

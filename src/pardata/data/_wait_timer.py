@@ -1,4 +1,4 @@
-"""Measures the waits of an epoch for batches, and how unequal the shares of the ranks are."""
+"""Measures the waits of an epoch for batches, and how unequal the local batches are."""
 
 import operator
 import sys
@@ -19,7 +19,7 @@ class WaitTimer:
         self._start = time.perf_counter()
         self._end: float | None = None
         self.samples, self.waited = 0, 0.0
-        self._shares = [0.0, 0.0, 0.0]  # sums of `StepInfo.shares`
+        self._loads = [0.0, 0.0, 0.0]  # sums of `StepInfo.loads`
 
     def timed_next(self, batches: Iterator[Any]) -> Any:
         """Return the next of `batches`, tuples that begin with the step, or `_END`."""
@@ -32,9 +32,9 @@ class WaitTimer:
         return batch
 
     def count(self, step: StepInfo) -> None:
-        """Count the samples and shares of a step."""
+        """Count the samples of a step, and of the largest local batch."""
         self.samples += step.samples
-        self._shares = [*map(operator.add, self._shares, step.shares)]
+        self._loads = [*map(operator.add, self._loads, step.loads)]
 
     def stop(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
         """Stop the timer, except at interpreter exit, when module globals may be gone."""
@@ -43,14 +43,13 @@ class WaitTimer:
             current_op.pop(current_op.push(""), None)
 
     def seconds(self) -> float:
-        end = time.perf_counter() if self._end is None else self._end
-        return end - self._start
+        return (time.perf_counter() if self._end is None else self._end) - self._start
 
     def stats(self) -> dict[str, float]:
         seconds = max(self.seconds(), 1e-9)
         share, rate = self.waited / seconds, self.samples / seconds
         waits = {"seconds": seconds, "wait_seconds": self.waited, "wait_share": share}
-        largest, by_number, mean = self._shares
+        largest, by_number, mean = self._loads
         stats = {**waits, "samples": self.samples, "samples_per_second": rate}
         if mean:
             stats |= {"imbalance": largest / mean, "imbalance_by_number": by_number / mean}

@@ -52,9 +52,9 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
 def get_logger(name: str) -> RankLogger:
     """Return an adapter of ``logging.getLogger(name)`` that writes ``[rank/size]`` before a line.
 
-    A single process writes no such prefix. Rank 0 alone writes records below WARNING; every rank
-    writes WARNING and above. Each call takes two more arguments. ``ranks="all"`` or a list of ranks
-    writes there instead, and ``once=True`` writes a line the first time only. File and line are the
+    A single process writes no prefix. Only rank 0 writes records below WARNING; every rank writes
+    WARNING and above. Each call takes two more arguments. ``ranks="all"`` or a list of ranks
+    chooses other ranks, and ``once=True`` writes a line the first time only. File and line are the
     caller's.
 
     A line does not run into a bar of tqdm, as `progress` draws one: the bar moves below it.

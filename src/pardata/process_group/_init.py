@@ -39,7 +39,7 @@ def init(
     tune_cpu: bool = True,
     hang_after: timedelta | float | None = None,
 ) -> World:
-    """Join the process group of whatever launched this process and return what was found.
+    """Join the launcher's process group, and return this process's `World`.
 
     `init` uses a process group that already exists (Ray Train, your own). Otherwise it looks for
     launchers in this order: torchrun, Open MPI, submitit's local executor, Flux, a SLURM step,
@@ -52,14 +52,14 @@ def init(
     `init` adopts a group that exists, and never leaves it. Its GPU is the one to which the group is
     bound, or else the current one, or else the local rank's, which becomes current.
 
-    Idempotent. Collective: every rank calls it. Usable as ``with init() as world:``, which leaves
-    the group at the end. Without that the process leaves it when it exits normally. DataLoader
+    Idempotent. Collective: every rank calls it. ``with init() as world:`` leaves the group at the
+    end of the block. Otherwise the process leaves the group when it exits normally. DataLoader
     workers and forked children get the single-process world and never touch the group.
 
     With several processes, every rank logs an uncaught exception in one line, which says which rank
-    failed first. So it does for one that leaves the block of ``with init()``, and is caught outside
-    of it. Ranks that wait for this one learn of it. If nobody catches it the previous
-    ``sys.excepthook`` runs then, which is restored when the group ends.
+    failed first. The same holds for an exception that leaves the block of ``with init()``. Ranks
+    that wait for this rank raise an error. An uncaught exception then reaches the previous
+    ``sys.excepthook``, which is restored when the group ends.
 
     Args:
         backend: of ``torch.distributed``; ``cuda:nccl,cpu:gloo`` on a GPU and ``gloo`` on a CPU by

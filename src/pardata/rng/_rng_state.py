@@ -62,9 +62,10 @@ def seed_generators(number: int, among: Iterable[DefaultGenerator] | None = None
 def seed_everything(seed: int, *, per_rank: bool = False, deterministic: bool = False) -> int:
     """Seed Python's, NumPy's (if installed) and PyTorch's generators, on all devices.
 
-    It returns the seed that was used. Not collective. One call, before the model is built, is
-    enough. `backward` draws a model's random numbers, for example for dropout, from seeds made of
-    this one, which differ between ranks. The loader seeds its order and workers from its own seed.
+    Call it once, before the model is built. It returns the seed that was used. Not collective.
+    `backward` derives the seed of each microbatch from this seed, so dropout differs between them.
+    The loader derives its order and the seeds of its workers from the argument `seed` of
+    `make_loader`.
 
     Args:
         seed: 0 to 2**63 - 1. Equal on all ranks, so that they build equal models.

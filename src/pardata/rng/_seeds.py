@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -54,19 +55,13 @@ def noise_seed(*numbers: int) -> int:
     return mix(*numbers, *b"noise")
 
 
-def microbatch_seed(loader_seed: int, epoch: int, step: int, number: int, calls: int) -> int:
-    """Return the seed of microbatch `number` of a step, the same at every world size.
+def microbatch_seed(batch: Any, number: int) -> int:
+    """Return the seed of microbatch `number` of `Microbatches`, the same at every world size.
 
-    Args:
-        loader_seed: the seed if `seed_everything` was not called.
-        epoch: of the loader.
-        step: of the epoch.
-        number: of the microbatch in the step.
-        calls: number of earlier calls of `backward` with the step, so that each differs.
+    It depends on the step and on the number of calls of `backward` with it.
     """
-    seed = loader_seed if run_seed.seed is None else run_seed.seed
-    again = [calls] if calls else []
-    return mix(noise_seed(seed, epoch) + step, number, *again)
+    seed = batch.seed if run_seed.seed is None else run_seed.seed
+    return mix(noise_seed(seed, batch.epoch) + batch.step, number, *filter(None, [batch.calls]))
 
 
 def next_batch_seed() -> int:

@@ -74,28 +74,28 @@ def backward(
 
     `backward` runs ``loss_fn(model, microbatch)`` and its backward for each microbatch of this
     rank, and synchronizes the ranks once. Each sample of the global batch has the same weight,
-    under every strategy of `wrap_model` and however unevenly the ranks share the batch. The same
-    call accumulates over eight microbatches in one process, and runs one in each of eight.
+    under every strategy of `wrap_model`, also if local batches have unequal sizes. The same call
+    accumulates over eight microbatches in one process, and runs one in each of eight processes.
 
     Like ``Tensor.backward`` it adds: what was in ``.grad`` before stays, and only the new gradient
     is averaged over the ranks. A parameter that no microbatch uses keeps its ``.grad``. If a step
-    ends in an error, ``.grad`` stays as it was; buffers may have changed. Catch an error only if
-    every rank raises it. If `loss_fn` fails on one rank, the others wait until that rank's process
-    ends, and then raise an error. If that rank runs another step of `Microbatches` instead, all
-    ranks raise an error. Do not leave gradients of a ``loss.backward()`` under ``no_sync()`` in
-    ``.grad``: no later step reduces them.
+    ends in an error, ``.grad`` stays as it was; buffers may have changed. If `loss_fn` fails on one
+    rank, the other ranks wait until that process ends, and then raise an error. Do not catch an
+    error that only some ranks raise: the next collective would hang, or, in another step of
+    `Microbatches`, raise on all ranks. Do not leave gradients of a ``loss.backward()`` under
+    ``no_sync()`` in ``.grad``: no later step reduces them.
 
-    `backward` seeds PyTorch's default generators for each microbatch, so for dropout too, and puts
-    them back afterwards. For `Microbatches` this seed is the same at every world size. It is made
-    of the run's seed, the epoch, the step, the number of the microbatch, and how many calls have
-    run this batch. So a second call draws other numbers. For any other batch the seed is made of
-    the run's seed, the rank, and the number of calls. The run's seed is that of `seed_everything`.
-    Without that it is the loader's seed for `Microbatches`, else ``torch.initial_seed()``.
+    `backward` seeds PyTorch's default generators for each microbatch, and restores them afterwards.
+    With `Microbatches` the seed depends on the run's seed, the epoch, the step, the number of the
+    microbatch, and the number of calls with this batch. So dropout masks do not depend on the world
+    size. With any other batch the seed depends on the run's seed, the rank, and the number of
+    calls. The run's seed is the seed of `seed_everything`. Without that it is the loader's seed for
+    `Microbatches`, else ``torch.initial_seed()``.
 
     Collective, except under ``"none"`` and ``"dp"``. In a single process it is gradient
     accumulation. In a model's first step `backward` warns if all ranks have the same samples, as
     they have with a plain ``DataLoader``. Loss, counts and metrics travel after the backward, or
-    with a small model's gradients. No GPU is waited for.
+    with a small model's gradients. It never waits for a GPU.
 
     Args:
         model: what `wrap_model` returned. The loss must train nothing else. If `loss_fn` runs other
@@ -108,17 +108,17 @@ def backward(
             their losses divided by their number. It may also return ``(loss, metrics)``. Metrics
             are numbers and tensors, nested in dicts, lists and tuples, and means as well: an
             accuracy, the parts of a loss. A tensor has at most 10,000 elements. `Mean` is a metric
-            with a denominator, of any size. With
-            `Microbatches` it must call no collective, because ranks may run unequally many;
-            `all_gather` with ``differentiable=True`` may be called where they run equally many.
+            with a denominator, of any size. With `Microbatches` it must call no collective, because
+            ranks may run different numbers of microbatches. It may call `all_gather` with
+            ``differentiable=True`` if all ranks run as many.
         batch: the `Microbatches` of a loader or, except under ``"exact"``, one microbatch of any
             kind. For what a loader yielded, the number of samples is how many the loader read for
             it. For any other batch, also a slice of one, it is the length of the first tensor, or
             of a list of dicts or objects.
-        count: returns what a microbatch counts for in place of its samples, for example its tokens:
-            a number from 0 up. The loss of a microbatch that counts 0 is ignored, even if it is
-            NaN. If `loss_fn` returns a dict of terms, `count` returns a dict with a number for
-            each. The loss is then the sum of the terms, each weighted by its own count, and metrics
+        count: returns the weight of a microbatch in place of its number of samples, for example its
+            number of tokens, 0 or more. The loss of a microbatch that counts 0 is ignored, even if
+            it is NaN. If `loss_fn` returns a dict of terms, `count` returns a dict with a number
+            for each. The loss is then the sum of the terms, each weighted by its count, and metrics
             are weighted by samples. Pass it if a ``collate_fn`` leaves samples out, or if a batch
             does not show how many samples it has. It costs a small collective, which runs during
             the forward.
@@ -200,9 +200,7 @@ def _single(model: nn.Module, loss_fn: LossFn, batch: Any, scaler: GradScaler | 
 
 
 def _seed(batch: Any, number: int) -> int:
-    if not isinstance(batch, Microbatches):
-        return next_batch_seed()
-    return microbatch_seed(batch.seed, batch.epoch, batch.step, number, batch.runs)
+    return microbatch_seed(batch, number) if isinstance(batch, Microbatches) else next_batch_seed()
 
 
 def _mark_done(model: nn.Module, batch: Any, layer: nn.Module, found: dict[str, Any]) -> None:
@@ -210,7 +208,7 @@ def _mark_done(model: nn.Module, batch: Any, layer: nn.Module, found: dict[str, 
     update_record(layer, found)
     mark_gradients(model)
     if isinstance(batch, Microbatches):
-        batch.runs += 1
+        batch.calls += 1
 
 
 def _step_of(model: nn.Module, batch: Any, scaler: GradScaler | None) -> Step:
@@ -257,10 +255,9 @@ def _forward(
 def _run(step: Step, model: nn.Module, loss_fn: LossFn, microbatch: Microbatch) -> None:
     """Run the forward and backward of a microbatch that counts."""
     loss = _forward(step, model, loss_fn, microbatch)[0]  # frees the outputs
-    # `Step.backward` multiplies the loss by it. If the total is only assumed,
+    # `Step.backward` multiplies the loss by this weight. If the total is only assumed,
     # `DistributedStep._take_means` divides the gradients once more.
-    weight = microbatch.count / step.loss_weights.global_total()
-    step.backward(loss, weight)
+    step.backward(loss, microbatch.count / step.loss_weights.global_total())
 
 
 def _run_placeholder(

@@ -49,7 +49,7 @@ def wrap_model(
     ``"dp"``    `torch.nn.DataParallel`: one process, several GPUs
     ``"ddp"``   `torch.nn.parallel.DistributedDataParallel`: one process per device
     ``"fsdp"``  ``torch.distributed.fsdp.fully_shard``: parameters sharded, in place
-    ``"exact"`` gradients by `backward` alone: the same to the last bit at every world size
+    ``"exact"`` gradients by `backward` only: bitwise identical at every world size
     =========== ========================================================================
 
     Make the optimizer after `wrap_model`, which may replace the parameters. All replicas start from

@@ -47,8 +47,8 @@ def run(
     The group exists when `fn` starts (``pardata.world().launcher`` is ``"existing"``, and `init`
     adopts it). It meets over a file and is destroyed at the end. `fn`, its arguments and its
     results travel by pickle: `fn` must be importable by name, so define it in a file, not in a
-    notebook. Each rank computes on one thread. The processes come from a server that has imported
-    torch already; the first call pays for that.
+    notebook. Each rank computes on one thread. A server that has imported torch forks
+    the processes; the first call starts it.
 
     Args:
         fn: runs on each rank.
@@ -109,8 +109,8 @@ def assert_same_at_every_world_size(
     strategy. For anything else, as gradients or losses, yield a dict of tensors or numbers.
 
     Relative differences of 1e-7 in float32 (1e-16 in float64) are sums in another order: pass
-    `rtol` and `atol`, or train with ``strategy="exact"``. Larger ones are shares that are weighted
-    wrongly, statistics of one share, or random numbers that depend on the rank.
+    `rtol` and `atol`, or train with ``strategy="exact"``. Larger ones come from wrongly weighted
+    local batches, statistics of a local batch, or random numbers that depend on the rank.
 
     Args:
         train: importable by name, as for `run`.

@@ -1,1 +1,1 @@
-"""Strategy "exact": the same bits at every world size."""
+"""Strategy "exact": bitwise identical weights at every world size."""

@@ -1,4 +1,4 @@
-"""Strategy "exact": training with the same bits at every world size.
+"""Strategy "exact": training that is bitwise identical at every world size.
 
 Does not keep the bits between different kernels: processors, torch versions, numbers of threads.
 Several processes train in a DDP whose communication hook sums gradients in a fixed order.

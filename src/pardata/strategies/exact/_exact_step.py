@@ -97,9 +97,7 @@ class ExactStep(DdpStep):
         self.metrics.raise_refused()
         is_last = microbatch is self.loss_weights.microbatches[-1]
         counts = microbatch.count > 0
-        batch = self.batch
-        where = batch.epoch, batch.step, microbatch.number
-        seed_generators(microbatch_seed(batch.seed, *where, batch.runs), default_generators()[:-1])
+        seed_generators(microbatch_seed(self.batch, microbatch.number), default_generators()[:-1])
         if is_last and self.size > 1:
             self._gradients.last_counts = counts
             yield
@@ -229,11 +227,11 @@ class ExactStep(DdpStep):
         """Return a text of the step, its structure and the replica, which ranks compare."""
         step, batch, metrics = self.metrics.step, self.batch, self.metrics.structure()
         replica = self.layer._reduced.text, self._means.digest, self.metrics.replica.text()
-        return repr((step, batch.counts, batch.ranges, batch.runs, metrics, replica))
+        return repr((step, batch.counts, batch.ranges, batch.calls, metrics, replica))
 
     def _facts(self) -> Facts:
         """Return the facts of `_key`, except the state of the replica; raise a kept error."""
-        facts = {"microbatches": self.batch.counts, "earlier calls": self.batch.runs}
+        facts = {"microbatches": self.batch.counts, "earlier calls": self.batch.calls}
         facts["ranges of microbatches"] = str(self.batch.ranges)
         return {**self.metrics.facts(), **facts, **self._means.facts()}
 

@@ -20,7 +20,7 @@ _TIMED = "max_autotune", "max_autotune_gemm", "max_autotune_pointwise", "coordin
 
 
 def numerics_record(device: torch.device) -> dict[str, object]:
-    """Return the facts, except the input, that decide the last bit of a kernel's result."""
+    """Return the facts, except the input, that decide the bits of a kernel's result."""
     cpu = torch.backends.cpu.get_cpu_capability()
     return {
         "the number of threads": torch.get_num_threads() if device.type == "cpu" else None,

@@ -186,15 +186,12 @@ FIGURES: dict[str, Callable[[], str]] = {
 
 
 def commit() -> str:
-    """Return the commit of the results of the CPU; raise if they are of several."""
-    names = {
-        about["commit"]
-        for path in RESULTS.glob("*.json")
-        if "commit" in (about := result(path.stem)["environment"]) and "driver" not in about
-    }
-    if len(names) != 1:
-        raise ValueError(f"the results must be of one commit, but are of {sorted(names)}")
-    return str(names.pop())
+    """Return the commit of the results of CPUs; raise if they are of several."""
+    scripts = [path.stem for path in RESULTS.glob("*.json") if not path.stem.startswith("gpu")]
+    commits = {result(script)["environment"]["commit"] for script in scripts}
+    if len(commits) != 1:
+        raise ValueError(f"the results must be of one commit, but are of {sorted(commits)}")
+    return str(commits.pop())
 
 
 def epoch(size: int, name: str, over: str) -> str:

@@ -1,4 +1,4 @@
-"""Train on 4 processes, be killed, resume on 2, be killed, end on 3: the same bits as on 1.
+"""Train on 4 processes, be killed, resume on 2, be killed, end on 3: bitwise identical to 1.
 
     python examples/elastic.py                  # the whole story, on one machine
     python examples/elastic.py --sizes 2 1 2    # on other numbers of processes
@@ -107,7 +107,7 @@ def tell(args):
         found = run(last, f"{directory}/moved", args)
     if found != expected:
         sys.exit("the weights differ")
-    print(f"the same to the last bit on 1 and on {', '.join(map(str, args.sizes))}")
+    print(f"bitwise identical on 1 and on {', '.join(map(str, args.sizes))}")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python examples/mnist.py --data digits
     torchrun --standalone --nproc-per-node=2 examples/mnist.py --data digits    # the same losses
 
-With strategy "exact" losses and weights are the same to the last bit on any number of processes.
+With strategy "exact" losses and weights are bitwise identical on any number of processes.
 MNIST is downloaded to ./data; --data digits needs no download: they are scikit-learn's.
 """
 

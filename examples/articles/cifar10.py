@@ -212,8 +212,8 @@ def parse() -> argparse.Namespace:
         "--strategy",
         choices=["auto", "none", "dp", "ddp", "fsdp", "exact"],
         default="auto",
-        help="how replicas are kept equal; auto: ddp in several processes, none in one; exact: the "
-        "same to the last bit at every number",
+        help="how replicas are kept equal; auto: ddp in several processes, none in one; exact: "
+        "bitwise identical at every number",
     )
     add(
         "--data",

@@ -2,7 +2,7 @@
 
     python examples/articles/mnist.py --data digits  # one process
     torchrun --standalone --nproc-per-node=2 examples/articles/mnist.py --data digits  # two (DDP)
-    python examples/articles/mnist.py --data digits --exact-check 3  # the same bits at 3?
+    python examples/articles/mnist.py --data digits --exact-check 3  # bitwise identical at 3?
     python examples/articles/mnist.py --data mnist --cache --augment  # no waiting
     srun --ntasks=8 python examples/articles/mnist.py --data mnist  # a SLURM job
     python examples/articles/mnist.py --data mnist --strategy dp --device-ids 0 1  # DataParallel
@@ -13,7 +13,7 @@ same --run-dir it resumes, on any number of processes, as it does after it was k
 is a fingerprint of the trained weights: with --strategy exact it is the same on any number.
 
 Dropout draws other numbers in each process, so losses on 1 and on 2 processes differ; --strategy
-exact gives the same bits on any number.
+exact is bitwise identical on any number.
 """
 
 import argparse
@@ -199,8 +199,8 @@ def parse() -> argparse.Namespace:
         "--strategy",
         choices=["auto", "none", "dp", "ddp", "fsdp", "exact"],
         default="auto",
-        help="how replicas are kept equal; auto: ddp in several processes, none in one; exact: the "
-        "same to the last bit at every number",
+        help="how replicas are kept equal; auto: ddp in several processes, none in one; exact: "
+        "bitwise identical at every number",
     )
     add(
         "--exact-check",
@@ -342,7 +342,7 @@ def exact_check(size: int) -> str | None:
         return "a run failed"
     if found[0] != found[1]:
         return f"1 and {size} processes differ: {found[0]} and {found[1]}"
-    print(f"1 and {size} processes agree to the last bit: {found[0]}")
+    print(f"1 and {size} processes are bitwise identical: {found[0]}")
     return None
 
 

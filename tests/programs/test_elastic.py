@@ -72,7 +72,7 @@ def test_mnist_compares_a_run_in_one_process_with_one_in_several():
         ARTICLES / "mnist.py", "--data", "digits", "--epochs", 1, "--exact-check", 2,
         "--batch-size", 256, "--microbatch-size", 64,
     )  # fmt: skip
-    assert "1 and 2 processes agree to the last bit" in printed
+    assert "1 and 2 processes are bitwise identical" in printed
     assert len(set(re.findall(r"fingerprint of the weights (\w+)", printed))) == 1
 
 
@@ -92,7 +92,7 @@ def test_a_killed_run_resumes_at_another_size_to_the_same_bits(sizes, told):
     printed = told if sizes == (2, 1) else story(sizes)
     assert printed.count(" of this start") == len(sizes) - 1
     assert re.search(rf"resumes after step \d+ on world size {sizes[-1]}\n", printed)
-    assert f"the same to the last bit on 1 and on {', '.join(map(str, sizes))}" in printed
+    assert f"bitwise identical on 1 and on {', '.join(map(str, sizes))}" in printed
 
 
 def test_torchrun_may_restart_the_workers(undisturbed, tmp_path):

@@ -344,18 +344,18 @@ def exponent(sizes: Sequence[int], seconds: Sequence[float]) -> float:
     return linear_regression(*zip(*points, strict=True)).slope if len(points) > 1 else math.nan
 
 
-def growth(costs: Mapping[str, Mapping[int, Sequence[float]]]) -> str:
+def growth(costs: Mapping[str, Mapping[Any, Sequence[float]]]) -> str:
     """Return a table of the seconds by the number of ranks, of requests and bytes at the largest.
 
     Args:
         costs: by operation and number of ranks, the fields of `Cost`.
     """
-    sizes = list(next(iter(costs.values())))
+    sizes = list(map(int, next(iter(costs.values()))))  # JSON has texts
     header = ["s", *map(str, sizes), "exponent", f"requests at {sizes[-1]}", f"kB at {sizes[-1]}"]
     lines = [f"| {' | '.join(header)} |", f"|{' --- |' * len(header)}"]
     for name, by_size in costs.items():
+        *_, (_, requests, sent) = by_size.values()
         seconds = [cost[0] for cost in by_size.values()]
-        _, requests, sent = by_size[sizes[-1]]
         cells = [*(f"{value:.3g}" for value in seconds), f"{exponent(sizes, seconds):.2f}"]
         lines.append(f"| {' | '.join([name, *cells, f'{requests:,}', f'{sent / 1e3:,.1f}'])} |")
     return "\n".join(lines)

@@ -31,7 +31,8 @@ from pardata import (
     unwrap,
     world,
 )
-from pardata.rng._seeds import next_batch_seed, noise_seed
+from pardata.rng._rng_state import next_batch_seed
+from pardata.rng._seeds import noise_seed
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 

@@ -72,7 +72,7 @@ def test_epochs_of_which_nothing_is_left_say_so_once_on_rank_0():
     (first, (line,)), (other, nothing) = run(_again, 2, world_size=2)
     assert first == other == [6, 0, 0]
     assert nothing == []
-    assert "epochs(2) runs nothing: the run has done 2; pass a larger number to train longer" in line
+    assert "epochs(2) runs nothing: the run has done 2; to train longer, pass more" in line
 
 
 # --- shares without rows ---

@@ -110,7 +110,7 @@ class Loader(FixedArguments):
         """
         count = check_int("count", count, least=0)
         if 0 < count <= (done := self.cursor.next_unfinished.epoch):
-            text = "epochs(%d) runs nothing: the run has done %d; pass a larger number to train longer"
+            text = "epochs(%d) runs nothing: the run has done %d; to train longer, pass more"
             _log.warning(text, count, done, ranks=[0], once=True)
         while (start := self.cursor.next_unfinished).epoch < count:
             with self.cursor.pinned_epoch(start):

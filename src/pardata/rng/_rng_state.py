@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from pardata._validation import check_bool, check_int
-from pardata.environment._world import require_world
-from pardata.rng._seeds import loader_counts, mix, run_seed
+from pardata.environment._world import is_single_process, require_world, world
+from pardata.rng._seeds import loader_counts, mix, noise_seed, run_seed
 
 
 class DefaultGenerator(NamedTuple):
@@ -102,6 +102,14 @@ def seed_everything(seed: int, *, per_rank: bool = False, deterministic: bool = 
         deterministic_settings.fill_uninitialized_memory = False
         torch.backends.cudnn.benchmark = False
     return seed
+
+
+def next_batch_seed() -> int:
+    """Return the seed of a batch that is no `Microbatches`: it differs between ranks and calls."""
+    run_seed.calls += 1
+    seed = torch.default_generator.initial_seed() if run_seed.seed is None else run_seed.seed
+    rank = 0 if is_single_process() else world().rank
+    return noise_seed(seed, rank) + run_seed.calls
 
 
 class ForkedRng:

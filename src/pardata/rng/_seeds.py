@@ -5,10 +5,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import torch
-
-from pardata.environment._world import is_single_process, world
-
 
 @dataclass
 class RunSeed:
@@ -62,11 +58,3 @@ def microbatch_seed(batch: Any, number: int) -> int:
     """
     seed = batch.seed if run_seed.seed is None else run_seed.seed
     return mix(noise_seed(seed, batch.epoch) + batch.step, number, *filter(None, [batch.calls]))
-
-
-def next_batch_seed() -> int:
-    """Return the seed of a batch that is no `Microbatches`: it differs between ranks and calls."""
-    run_seed.calls += 1
-    seed = torch.default_generator.initial_seed() if run_seed.seed is None else run_seed.seed
-    rank = 0 if is_single_process() else world().rank
-    return noise_seed(seed, rank) + run_seed.calls

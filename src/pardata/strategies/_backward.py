@@ -16,8 +16,8 @@ from pardata.environment._world import is_single_process, require_world, world
 from pardata.model._grads_and_buffers import BufferSnapshot, StashedGradients, mark_gradients
 from pardata.model._torch_internals import parameters_of, sync_batch_norms
 from pardata.model._unwrap import is_parallel
-from pardata.rng._rng_state import fork_rng, fork_torch_rng
-from pardata.rng._seeds import microbatch_seed, next_batch_seed
+from pardata.rng._rng_state import fork_rng, fork_torch_rng, next_batch_seed
+from pardata.rng._seeds import microbatch_seed
 from pardata.store._current_op import current_op
 from pardata.strategies._forward import (
     check_forward,
@@ -86,11 +86,11 @@ def backward(
     ``no_sync()`` in ``.grad``: no later step reduces them.
 
     `backward` seeds PyTorch's default generators for each microbatch, and restores them afterwards.
-    With `Microbatches` the seed depends on the run's seed, the epoch, the step, the number of the
-    microbatch, and the number of calls with this batch. So dropout masks do not depend on the world
-    size. With any other batch the seed depends on the run's seed, the rank, and the number of
-    calls. The run's seed is the seed of `seed_everything`. Without that it is the loader's seed for
-    `Microbatches`, else ``torch.initial_seed()``.
+    With `Microbatches` the seed depends on the run's seed, the epoch, the step, the microbatch, and
+    the number of calls with this batch. So dropout masks do not depend on the world size. With any
+    other batch the seed depends on the run's seed, the rank, and the number of calls. The run's
+    seed is the seed of `seed_everything`. Without that it is the loader's seed for `Microbatches`,
+    else ``torch.initial_seed()``.
 
     Collective, except under ``"none"`` and ``"dp"``. In a single process it is gradient
     accumulation. In a model's first step `backward` warns if all ranks have the same samples, as

@@ -512,12 +512,12 @@ def test_the_first_picture_is_drawn_from_runs_of_both_kinds(tmp_path):
     printed = printed_by(DOCS / "hero.py", "--epochs", 1, "--out", out)
     weights = {
         kind: set(re.findall(rf"^{kind}.*weights (\w+)", printed, flags=re.MULTILINE))
-        for kind in ("DDP by hand", "pardata")
+        for kind in ("hand-written DDP", "strategy")
     }
     assert {kind: len(hashes) for kind, hashes in weights.items()} == {
-        "DDP by hand": 3,
-        "pardata": 1,
+        "hand-written DDP": 3,
+        "strategy": 1,
     }
     drawn = out.read_text()
-    assert "one run" in drawn and "different runs" in drawn  # noqa: PT018  # one picture
+    assert "one result" in drawn and "three results" in drawn  # noqa: PT018  # one picture
     assert all(found in drawn for hashes in weights.values() for found in hashes)

@@ -74,7 +74,8 @@ def ratio(script: str, title: str, name: str, over: str) -> str:
 
 def value(script: str, title: str, name: str, factor: float = 1) -> str:
     """Return the median of what a contender measured."""
-    return f"{median(row(script, title, name).values) * factor:,.3g}"
+    found = median(row(script, title, name).values) * factor
+    return f"{found:,.0f}" if found >= 100 else f"{found:.3g}"
 
 
 def on_gpu(day: str, *path: str | int) -> Any:
@@ -170,7 +171,6 @@ FIGURES: dict[str, Callable[[], str]] = {
     "gpu-exact": gpu_exact,
     "gpu-mlp-pair": lambda: gpu_pair("MLP"),
     "gpu-resnet-pair": lambda: gpu_pair("ResNet-18"),
-    "gpu-lenet": lambda: ratio("gpu", "(a)", CACHED, DATA_LOADER),
     "gpu-lenet-s": lambda: value("gpu", "(a)", f"{CACHED}, in all"),
     "gpu-lenet-4": lambda: f"{lenet(CACHED) / lenet('DataLoader, 4 workers'):.2f}",
     "gpu-images": lambda: ratio("gpu", GPU_NET, CACHED, "DDP by hand, DataLoader, 8 workers"),

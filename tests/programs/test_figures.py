@@ -30,6 +30,15 @@ def test_another_figure_is_found():
         _figures.quoted("<!--unknown-->1<!---->")
 
 
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+def test_no_line_begins_with_a_figure(page):
+    # Markdown would take it for a block of HTML.
+    assert (
+        re.findall(r"^\s*<!--[a-z][\w-]*-->.*<!---->.*", page.read_text("utf-8"), re.MULTILINE)
+        == []
+    )
+
+
 def test_each_figure_is_on_a_page():
     text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
     assert {name for name, _ in _figures.MARK.findall(text)} == set(_figures.FIGURES)

@@ -117,7 +117,6 @@ FIGURES: dict[str, Callable[[], str]] = {
     "wrap": lambda: ratio(
         "step_overhead", MLP, 'wrap_model(..., "ddp")', "DistributedDataParallel"
     ),
-    "wrap-again": lambda: ratio("step_overhead", MLP, "DDP again", "DistributedDataParallel"),
     "mlp-ms": lambda: value("training_loop", MLP, "DDP", 1e-3),
     "net-ms": lambda: value("training_loop", NET, "DDP", 1e-3),
     "mlp": lambda: ratio("training_loop", MLP, LOOP, "DDP"),

@@ -29,11 +29,11 @@ def cache_dataset(
 ) -> "CachedDataset":
     """Decode `dataset` once into memory-mapped files, and return a dataset that reads these files.
 
-    `make_loader` reads it by whole batches, some hundred times as fast. All ranks and workers of a
-    node share one copy of the pages, and the next run finds the files. Several processes build
-    them, with a progress bar; all files appear at once when complete. They are built again if the
-    source has changed: its length, class or transform, or what 8 of its samples contain. Or what it
-    lists: files, indices, labels, in attributes with an entry for each sample.
+    `make_loader` reads it by whole batches, which is faster (``benchmarks/loading.py``). All ranks
+    and workers of a node share one copy of the pages, and the next run finds the files. Several
+    processes build them, with a progress bar; all files appear at once when complete. They are
+    built again if the dataset has changed: its length, class or transform, or the content of 8
+    samples. Attributes with an entry for each sample count too, such as files and labels.
 
     Samples are what the dataset returns, in dicts, lists and tuples: tensors, arrays, numbers,
     lists of numbers, bytes and images. Images become uint8 tensors of shape (bands, height, width).
@@ -101,7 +101,7 @@ class CachedDataset(BatchReadable):
 
     Attributes:
         source: the dataset that was cached, for attributes as ``classes``. It is ``None`` in a
-            process to which this was sent, as a worker that ``"spawn"`` starts.
+            process to which this was sent, such as a worker that ``"spawn"`` starts.
         directory: where the files are.
     """
 

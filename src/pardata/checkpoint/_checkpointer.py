@@ -41,17 +41,17 @@ class Checkpointer(FixedArguments, AbstractContextManager["Checkpointer"]):
     Every rank makes one and calls every method. Rank 0 writes, except for sharded parameters
     (``"fsdp"``), of which each rank writes its part. All nodes share the disk. If a process is
     killed or a machine loses power at any moment, complete checkpoints stay as they were. A save
-    writes new files, waits until they are on the disk, and then renames them. Two runs may write to
-    one directory, for example if a job starts again before its last attempt has ended. Then the
-    older run gets an error and changes nothing more: that which was made, or last restored, before
-    the first save of the other. This holds for two objects in one process too. Making a
-    `Checkpointer` is not collective, changes nothing, and is the same in a single process. As a
-    context manager it waits at its end for an asynchronous save.
+    writes new files, waits until they are on the disk, and then renames them. If two starts write
+    to one directory, for example after a requeue, the older one raises an error and changes nothing
+    more. It is the older one if it was created, or last restored, before the first save of the
+    newer one. Two objects in one process count as two starts. To create a `Checkpointer` is not
+    collective and changes nothing. As a context manager it waits at its end for an asynchronous
+    save.
 
     Args:
         directory: a folder on a disk that all nodes share. The first `save` makes it, or the target
-            of a link. A relative path is one below the working directory of now.
-        keep: how many of the newest to keep. An older one goes once a newer one is complete.
+            of a link. A relative path is below the current working directory.
+        keep: how many of the newest to keep. The oldest is removed once a newer one is complete.
         keep_best: also keep the one checkpoint with the highest value of this name. Give each
             `save` that value: ``save(step, model=model, accuracy=0.9)``. Write "accuracy", or
             "-loss" if less is better.
@@ -93,22 +93,22 @@ class Checkpointer(FixedArguments, AbstractContextManager["Checkpointer"]):
         self._group: Any = None  # a gloo group for the collectives of asynchronous saves
 
     def save(self, step: int, *, per_rank: Mapping[str, Any] | None = None, **objects: Any) -> None:
-        """Save the state of `objects`, then remove what is older than `keep` others. Collective.
+        """Save the state of `objects`, then remove all but the newest `keep`. Collective.
 
         It also saves the states of the default random generators of every rank.
 
         Args:
             step: of the run, from 0.
-            per_rank: objects that each rank has of its own, by name: the hidden state of an RNN, a
-                replay buffer, environments. Each rank saves its own, in a file of its own.
-            objects: by name. `save` takes the state of what has ``state_dict`` and
+            per_rank: objects that differ between ranks, by name: the hidden state of an RNN, a
+                replay buffer, environments. Each rank saves them in a separate file.
+            objects: by name. `save` takes the state of an object with ``state_dict`` and
                 ``load_state_dict``: a model under any strategy, an optimizer, a scheduler, a
-                loader. Of anything else it takes the value: tensors, numbers, strings, None, and
+                loader. Other objects are saved as values: tensors, numbers, strings, None, and
                 dicts, lists and tuples of them. All must be the same on every rank. `save` compares
-                all but buffers and what is sharded, and the names of an optimizer's parameters in
-                the order of its state. If that is shared out over the ranks, let its ``state_dict``
-                gather it. It warns of a model with gradients of `backward` that no optimizer has
-                used, because a checkpoint has no gradients.
+                all except buffers and sharded tensors, and the names of an optimizer's parameters
+                in the order of its state. If the state is distributed over the ranks, its
+                ``state_dict`` must gather it. `save` warns of gradients of `backward` that no
+                optimizer has used, because a checkpoint has no gradients.
 
         Raises:
             TypeError: an object, which the error names, could be loaded only by running code. Or
@@ -146,7 +146,7 @@ class Checkpointer(FixedArguments, AbstractContextManager["Checkpointer"]):
         self._start(world, step, snapshot, contents)
 
     def restore(self, *, at: int | Literal["best"] | None = None, **objects: Any) -> Restored:
-        """Give `objects` the state of the newest complete checkpoint. Collective.
+        """Restore `objects` from the newest complete checkpoint. Collective.
 
         The strategy and the number of processes may differ from those of the save. `restore` skips
         checkpoints that are not complete, and logs the reason. It verifies what it reads, and runs
@@ -154,9 +154,9 @@ class Checkpointer(FixedArguments, AbstractContextManager["Checkpointer"]):
 
         If a loader is among `objects`, the run resumes. `restore` then also restores the seed of
         `seed_everything` and, if there are as many ranks as then, the default random generators of
-        each rank. Without a loader it is a new run from old weights: `restore` leaves the seed and
-        the generators alone. A loader is one of `make_loader`, or a ``DataLoader``: torchdata's
-        ``StatefulDataLoader`` too.
+        each rank. Without a loader it is a new run from old weights, and `restore` does not change
+        the seed and the generators. A loader is one of `make_loader`, or a ``DataLoader``, such as
+        torchdata's ``StatefulDataLoader``.
 
         Args:
             at: the step of the checkpoint to take, one of `steps`, of which it takes the newest. Or

@@ -35,7 +35,7 @@ def all_reduce_mean(value: Any, weight: float | Tensor = 1) -> Any:
 
     `value` is a number, a tensor, or nested dicts, lists and tuples of them; the result has the
     same structure. One collective sends up to 57 numbers in all, and a second one all others.
-    Tensors on GPUs travel in one of their own. No GPU is waited for, except for a `weight` on one.
+    Tensors on GPUs travel in a separate one. It waits for a GPU only if `weight` is on one.
     Sums are in float64. Floating-point tensors keep their dtype and device, integer and bool
     tensors become the default floating dtype, numbers become ``float``. The input is not changed
     and the result carries no gradient. In a single process the value itself is the mean.
@@ -69,13 +69,13 @@ def all_reduce_mean(value: Any, weight: float | Tensor = 1) -> Any:
 def all_reduce_sum(value: _T) -> _T:
     """Return the sum of `value` over all ranks. Collective.
 
-    It does as `all_reduce_mean`, except that there is no weight, and whole numbers stay whole.
+    It works like `all_reduce_mean`, without a weight. Whole numbers stay whole.
     Integer and bool tensors become int64, as with ``torch.sum``.
 
     Raises:
         TypeError: a leaf, whose path the error names, is no number.
         OverflowError: whole numbers or a sum of them reach 2**53, from where float64 is not exact.
-            Whole numbers on GPUs cannot: a collective of their own adds them in int64.
+            Whole numbers on GPUs cannot: a separate collective adds them in int64.
         RuntimeError: structures or shapes differ between ranks; the error has a table. All errors
             come on every rank, and the group is usable afterwards.
 
@@ -88,7 +88,7 @@ def all_reduce_sum(value: _T) -> _T:
 def all_reduce_max(value: _T) -> _T:
     """Return the largest `value` of all ranks, number by number. Collective.
 
-    It does as `all_reduce_sum`, except that it takes one collective more, and the result is NaN if
+    It works like `all_reduce_sum` with one more collective. The result is NaN if
     any rank has NaN. Floating-point tensors keep their dtype. Whole numbers stay whole, and integer
     and bool tensors become int64.
 
@@ -107,7 +107,7 @@ def all_reduce_max(value: _T) -> _T:
 def all_reduce_min(value: _T) -> _T:
     """Return the smallest `value` of all ranks, number by number. Collective.
 
-    It does as `all_reduce_max` in everything else, errors included.
+    In all other respects it works like `all_reduce_max`.
 
     >>> all_reduce_min([3, torch.tensor([1.5, 2.5])])
     [3, tensor([1.5000, 2.5000])]

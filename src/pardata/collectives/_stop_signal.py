@@ -49,7 +49,7 @@ class StopSignal:
 
     @property
     def requested(self) -> bool:
-        """Whether this very process got a signal."""
+        """Whether this process got a signal."""
         return self._received is not None
 
     def agreed(self) -> bool:

@@ -81,15 +81,15 @@ def make_loader(
         microbatch_size: cut each step into consecutive microbatches of this many samples, at every
             world size. Each rank gets consecutive microbatches, as `Microbatches`.
         sampler: yields the order of the whole epoch, the same on every rank, in place of `shuffle`.
-            It draws under a seed of its own, after its ``set_epoch`` if it has one. Its length may
+            It draws under a separate seed, after its ``set_epoch`` if it has one. Its length may
             change between epochs. A sample that it repeats gets other random numbers.
         batch_sampler: yields the *global* batches of the whole epoch, lists of indices that are the
             same on every rank. It replaces `batch_size`, `shuffle`, `sampler` and `drop_last`, and
             draws as a `sampler` does. Without `microbatch_size` each batch must have a sample for
             every rank.
-        cost: the cost to train each sample: numbers ≥ 0 of shape (len(dataset),), as a
-            list of lengths, or a function of an index. It is called for all indices at once. Ranks
-            then get consecutive microbatches of about equal cost, not of equal number; without
+        cost: the cost to train each sample: numbers ≥ 0 of shape (len(dataset),), such as
+            a list of lengths, or a function of an index. It is called for all indices at once. The
+            ranks get consecutive microbatches of about equal cost, not of equal number; without
             `microbatch_size`, samples. The largest local batch then costs as little as possible.
             Each rank gets at least one microbatch if there are enough. Batches, order,
             microbatches, seeds and metrics are those without `cost`. For a `Mixture` it has a
@@ -117,7 +117,7 @@ def make_loader(
             CPU.
         batch_transform: applied to each batch, or microbatch, on the device.
         prefetch: on a GPU, how many batches are copied and transformed ahead of the loop, on a
-            stream of their own. 0 is none.
+            separate stream. 0 is none.
         collate_fn: as in ``DataLoader``. A StopIteration in any function that you pass is an error.
             Samples that are None count nothing: it must leave them out.
         options: for the ``DataLoader``: `pin_memory`, `timeout`, `worker_init_fn`,

@@ -47,7 +47,7 @@ class World(AbstractContextManager["World"]):
         node_rank: number of this node.
         num_nodes: number of nodes.
         device: where this process computes.
-        backend: of the process group, as ``"cuda:nccl,cpu:gloo"``; ``None`` if there is no group.
+        backend: of the process group, such as ``"cuda:nccl,cpu:gloo"``; ``None`` without a group.
         launcher: ``"torchrun"``, ``"slurm"``, ``"mpi"``, ``"existing"`` (the group was there before
             `init`) or ``"single"``.
     """
@@ -141,8 +141,8 @@ def world() -> World:
     """Return the current world: the single-process one if no group was joined.
 
     It is cheap, not collective, and never joins. It also sees a group that was made without `init`.
-    DataLoader workers and forked children are a world of their own. Before `init`, under a launcher
-    of several processes, it logs a warning once: each of them is rank 0 of 1 then.
+    DataLoader workers and forked children get the single-process world. Before `init`, under a
+    launcher of several processes, it logs a warning once: each process is then rank 0 of 1.
 
     >>> world().size
     1

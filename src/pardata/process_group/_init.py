@@ -67,11 +67,10 @@ def init(
         timeout: of the group's collectives and of joining, in seconds or a `timedelta`; PyTorch's
             default if not given.
         device: where to compute; by default the GPU of this local rank, else the CPU.
-        tune_cpu: on a CPU, under glibc, set the allocator to keep freed memory. Results do not
-            change. A step of a small convolutional net or an LSTM takes 0.6 to 0.7 of its time in
-            one process. A wide MLP or ResNet-18 takes 0.9, a transformer 0.95 to 1. Peak memory
-            grows by up to 15 %, and with batches of many lengths to a multiple.
-            ``PARDATA_TUNE_CPU=0`` switches it off from outside.
+        tune_cpu: on a CPU, under glibc, let the allocator keep freed memory. Results do
+            not change. Small convolutional nets and LSTMs train faster (``benchmarks/epoch.py``).
+            Peak memory grows, and with batches of many lengths to a multiple.
+            ``PARDATA_TUNE_CPU=0`` turns it off from outside.
         hang_after: seconds or a `timedelta`. If a rank waits so long for others, or for a step of a
             loader, a table in the log shows where each rank is. The default is a tenth of
             `timeout`, at least a minute, and three minutes without one; 0 turns it off. Nothing is

@@ -84,7 +84,7 @@ def wrap_model(
             in training mode raises an error. It changes nothing in a single process.
         options: for the wrapped class. ``"ddp"``: ``find_unused_parameters``, ``bucket_cap_mb``,
             ``static_graph`` and so on. ``"dp"``: ``device_ids``, ``output_device``, ``dim``.
-            ``"fsdp"``: ``blocks``, ``replicate``, and ``fully_shard``'s own, as ``mesh``,
+            ``"fsdp"``: ``blocks``, ``replicate``, and options of ``fully_shard`` such as ``mesh``,
             ``mp_policy`` and ``offload_policy``. ``blocks`` are a class of modules, or a list of
             classes. ``blocks="auto"`` makes a block of each module in an outermost
             ``ModuleList``, if that list holds more than a tenth of the parameters. ``replicate`` is

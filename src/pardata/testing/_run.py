@@ -103,7 +103,7 @@ def assert_same_at_every_world_size(
     """Raise where training is not the same at each world size: on which rank, after which step.
 
     ``train(*args)`` is your training function, with ``yield model`` after ``optimizer.step()``: a
-    generator function. It runs at each of the sizes, on processes of its own as with `run`, to its
+    generator function. It runs at each of the sizes, on new processes as with `run`, to its
     end: let it take a few steps. `torch.testing.assert_close` compares each rank's steps with those
     of rank 0 at the first size. Of a model it compares parameters and buffers, under every
     strategy. For anything else, as gradients or losses, yield a dict of tensors or numbers.

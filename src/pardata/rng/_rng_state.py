@@ -64,8 +64,8 @@ def seed_everything(seed: int, *, per_rank: bool = False, deterministic: bool = 
 
     Call it once, before the model is built. It returns the seed that was used. Not collective.
     `backward` derives the seed of each microbatch from this seed, so dropout differs between them.
-    The loader derives its order and the seeds of its workers from the argument `seed` of
-    `make_loader`.
+    The loader derives its order and the seeds of its workers from its `seed`, by default from this
+    seed.
 
     Args:
         seed: 0 to 2**63 - 1. Equal on all ranks, so that they build equal models.

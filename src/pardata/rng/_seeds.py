@@ -33,7 +33,7 @@ def default_seed(initial: int, number: int) -> int:
 def mix(*numbers: int) -> int:
     """Hash integers into one of 63 bits, so that seeds derived from neighbors are unrelated.
 
-    SplitMix64's finaliser, once a number: Steele, Lea and Flood, "Fast Splittable Pseudorandom
+    SplitMix64's finalizer, once a number: Steele, Lea and Flood, "Fast Splittable Pseudorandom
     Number Generators", OOPSLA 2014.
     """
     state = 0

@@ -108,8 +108,8 @@ def backward(
             their losses divided by their number. It may also return ``(loss, metrics)``. Metrics
             are numbers and tensors, nested in dicts, lists and tuples, and means as well: an
             accuracy, the parts of a loss. A tensor has at most 10,000 elements. `Mean` is a metric
-            with a denominator, of any size. With `Microbatches` it must call no collective, also not
-            `all_gather`, because ranks may run different numbers of microbatches.
+            with a denominator, of any size. With `Microbatches` it must call no collective,
+            `all_gather` included, because ranks may run different numbers of microbatches.
         batch: the `Microbatches` of a loader or, except under ``"exact"``, one microbatch of any
             kind. For what a loader yielded, the number of samples is how many the loader read for
             it. For any other batch, also a slice of one, it is the length of the first tensor, or

@@ -32,7 +32,7 @@ class WaitTimer:
         return batch
 
     def count(self, step: StepInfo) -> None:
-        """Count the samples of a step, and of the largest local batch."""
+        """Add the samples and the loads of a step."""
         self.samples += step.samples
         self._loads = [*map(operator.add, self._loads, step.loads)]
 

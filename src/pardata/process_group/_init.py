@@ -68,7 +68,7 @@ def init(
             default if not given.
         device: where to compute; by default the GPU of this local rank, else the CPU.
         tune_cpu: on a CPU, under glibc, let the allocator keep freed memory. Results do
-            not change. Small convolutional nets and LSTMs train faster (``benchmarks/epoch.py``).
+            not change. Small convolutional nets train faster (``benchmarks/epoch.py``).
             Peak memory grows, and with batches of many lengths to a multiple.
             ``PARDATA_TUNE_CPU=0`` turns it off from outside.
         hang_after: seconds or a `timedelta`. If a rank waits so long for others, or for a step of a

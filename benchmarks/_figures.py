@@ -3,7 +3,7 @@
     python benchmarks/_figures.py
     python benchmarks/_figures.py --check
 
-The page figures.md has every table of every result. A page of the documentation names a figure in
+The page figures.md has the tables of the results. A page of the documentation names a figure in
 a comment, and the figure is between that comment and the next empty one.
 """
 
@@ -24,7 +24,8 @@ FIGURES_PAGE = ROOT / "benchmarks" / "figures.md"
 HEAD = """# Figures
 
 `python benchmarks/_figures.py` writes this page from the files in [results](results). [How to read
-a table](README.md#how-to-read-a-table) explains the columns."""
+a table](README.md#how-to-read-a-table) explains the columns. Of gpu_first_day.json it has the tests
+and the figures with a target; the file has all checks."""
 # In a page: the name of a figure, the figure, and where it ends.
 MARK = re.compile(r"<!--([a-z][\w-]*)-->(.*?)<!---->", re.DOTALL)
 
@@ -36,11 +37,13 @@ PLAIN = "pardata, 0 workers"
 SAVE, IN_CALL = "Checkpointer", "resnet50 with Adam, 283 MB: s in the call"
 IN_ALL = "resnet50 with Adam, 283 MB: s to the end"
 SCALE = {"barrier, s": "barrier", "wrap_model, s": "wrap_model"}
-TARGETS_OF_TABLES = (*SCALE, "README's loop, one GPU", "exact, one GPU")  # all others: of rows
+GROWTH, GPU_EXACT = "growth with the ranks, exponent", "exact, one GPU"
 GPU_STEPS = "benchmarks/gpu.py --parts c d e --rounds 1"
 GPU_LOOP = "(c) the README's loop over DDP by hand: small MLP, ResNet-18, transformer"
 GPU_LOOP_TARGET, GPU_NETS = "README's loop, one GPU", ("small MLP", "ResNet-18", "transformer")
+TARGETS_OF_TABLES = (*SCALE, GROWTH, GPU_LOOP_TARGET, GPU_EXACT)  # all others: of rows
 GPU_NET = "(b) ResNet-50, bf16: CIFAR-10 as JPEG, with random crop and flip, batch 512, images/s"
+GPU_READY = "limit: all batches on the GPU"
 GPU_DAYS = {
     "h100-1": (),
     "h200": ("after the mends, one H200, same software",),
@@ -86,9 +89,14 @@ def on_gpu(day: str, *path: str | int) -> Any:
     return found
 
 
-def gpu_loop(index: int) -> str:
-    """Return the ratio of the README's loop to hand-written DDP for one of three nets."""
-    return rounded(*map(float, on_gpu("h100-2", GPU_STEPS, GPU_LOOP, index).split(" +- ")))
+def verdict(target: str, value: float, spread: float = 0) -> str:
+    """Return whether a figure meets its target."""
+    return TARGETS[target].verdict(value, spread)
+
+
+def gpu_loop(index: int) -> list[float]:
+    """Return the ratio of the README's loop to hand-written DDP for a net, and its noise."""
+    return [*map(float, on_gpu("h100-2", GPU_STEPS, GPU_LOOP, index).split(" +- "))]
 
 
 def gpu_tests(day: str) -> str:
@@ -97,19 +105,18 @@ def gpu_tests(day: str) -> str:
     return f"{found['passed']} passed, {found['failed']} failed"
 
 
-def gpu_exact() -> str:
+def gpu_exact() -> list[float]:
     """Return the two ratios of "exact" to "ddp", of one round each."""
     title = "(d) ResNet-18 in microbatches, a step, ms"
     first = on_gpu("h100-1", GPU_STEPS, title, 2, 3)
     again = on_gpu("h100-2", GPU_STEPS, "(d) exact over ddp, ResNet-18 in microbatches")
-    return " and ".join(map(rounded, sorted([float(first), float(again.split(" ")[0])])))
+    return sorted([float(first), float(again.split(" ")[0])])
 
 
 def machine(script: str) -> str:
     """Return where and when a script ran."""
     about = result(script)["environment"]
-    cpu = "EPYC" if "EPYC" in about["CPU"] else "Xeon"
-    return f"{about['cores']} cores ({cpu}), torch {about['torch']}, {about['date']}"
+    return f"{about['cores']} cores ({about['CPU']}), torch {about['torch']}, {about['date']}"
 
 
 FIGURES: dict[str, Callable[[], str]] = {
@@ -164,16 +171,22 @@ FIGURES: dict[str, Callable[[], str]] = {
     "no-cost": lambda: ratio("balance", "ddp", "without", "limit"),
     "cost-exact": lambda: ratio("balance", "exact", "with `cost`", "limit"),
     "no-cost-exact": lambda: ratio("balance", "exact", "without", "limit"),
-    "gpu-mlp": lambda: gpu_loop(0),
-    "gpu-resnet": lambda: gpu_loop(1),
-    "gpu-transformer": lambda: gpu_loop(2),
-    "gpu-exact": gpu_exact,
+    "gpu-mlp": lambda: rounded(*gpu_loop(0)),
+    "gpu-resnet": lambda: rounded(*gpu_loop(1)),
+    "gpu-transformer": lambda: rounded(*gpu_loop(2)),
+    "gpu-mlp-verdict": lambda: verdict(GPU_LOOP_TARGET, *gpu_loop(0)),
+    "gpu-resnet-verdict": lambda: verdict(GPU_LOOP_TARGET, *gpu_loop(1)),
+    "gpu-transformer-verdict": lambda: verdict(GPU_LOOP_TARGET, *gpu_loop(2)),
+    "gpu-exact": lambda: " and ".join(map(rounded, gpu_exact())),
+    "gpu-exact-verdict": lambda: " and ".join(verdict(GPU_EXACT, one) for one in gpu_exact()),
     "gpu-mlp-pair": lambda: gpu_pair("MLP"),
     "gpu-resnet-pair": lambda: gpu_pair("ResNet-18"),
     "gpu-lenet-s": lambda: value("gpu", "(a)", f"{CACHED}, in all"),
     "gpu-lenet-4": lambda: f"{lenet(CACHED) / lenet('DataLoader, 4 workers'):.2f}",
+    "gpu-lenet-verdict": lambda: row("gpu", "(a)", f"{CACHED}, in all").cells()[-1],
+    "gpu-ready-verdict": lambda: row("gpu", GPU_NET, CACHED, GPU_READY).cells()[-1],
     "gpu-images": lambda: ratio("gpu", GPU_NET, CACHED, "DDP by hand, DataLoader, 8 workers"),
-    "gpu-ready": lambda: ratio("gpu", GPU_NET, CACHED, "limit: all batches on the GPU"),
+    "gpu-ready": lambda: ratio("gpu", GPU_NET, CACHED, GPU_READY),
     "gpu-tests-1": lambda: gpu_tests("h100-1"),
     "gpu-tests-h200": lambda: gpu_tests("h200"),
     "gpu-tests-2": lambda: gpu_tests("h100-2"),
@@ -231,14 +244,7 @@ def figures_page() -> str:
 def tables(script: str, found: Any) -> Iterator[str]:
     """Yield the tables of a result."""
     if script == "scale":
-        from scale import growth  # noqa: PLC0415  # imports torch
-
-        yield growth(found["costs"])
-        for name, operation in SCALE.items():
-            by_size = found["costs"][operation]
-            ranks, (seconds, *_) = next(reversed(by_size.items()))
-            judged = f"{TARGETS[name]} s, {TARGETS[name].verdict(seconds, 0)}"
-            yield f"{operation} of {ranks} ranks: {seconds:.2f} s; target {judged}"
+        yield from scale_tables(found["costs"])
     elif script == "gpu_first_day":
         yield from gpu_tables()
     else:
@@ -246,21 +252,41 @@ def tables(script: str, found: Any) -> Iterator[str]:
             yield table(title, found["units"][title], [Row(**one) for one in rows])
 
 
+def scale_tables(costs: Any) -> Iterator[str]:
+    """Yield what operations cost by the number of ranks, with the targets."""
+    from scale import exponent, growth  # noqa: PLC0415  # imports torch
+
+    yield growth(costs)
+    for name, operation in SCALE.items():
+        ranks, (seconds, *_) = next(reversed(costs[operation].items()))
+        judged = f"{TARGETS[name]} s, {verdict(name, seconds)}"
+        yield f"{operation} of {ranks} ranks: {seconds:.2f} s; target {judged}"
+    sizes = list(map(int, costs["barrier"]))
+    _by_hand, *ours = ([cost[0] for cost in by_size.values()] for by_size in costs.values())
+    largest = max(exponent(sizes, seconds) for seconds in ours)
+    judged = f"{TARGETS[GROWTH]}, {verdict(GROWTH, largest)}"
+    yield f"largest exponent, except by hand: {largest:.2f}; target {judged}"
+
+
 def gpu_tables() -> Iterator[str]:
     """Yield what was measured in three sessions on a GPU, with the targets."""
-    yield plain_table(
-        "`pytest -m gpu`: one H100, then one H200 on the same day, one H100 on the next",
-        *((day, gpu_tests(day)) for day in GPU_DAYS),
-    )
+    days = "one H100, 26 November", "one H200, 26 November", "one H100, 27 November"
+    tests = map(gpu_tests, GPU_DAYS)
+    yield plain_table("`pytest -m gpu`", *zip(days, tests, strict=True))
     yield plain_table(
         f"The README's loop over hand-written DDP, one H100; target {TARGETS[GPU_LOOP_TARGET]}",
-        *((net, gpu_loop(index)) for index, net in enumerate(GPU_NETS)),
+        *((net, judged_loop(index)) for index, net in enumerate(GPU_NETS)),
         *((f"{net}, for two ranks", gpu_pair(net)) for net in ("MLP", "ResNet-18")),
     )
     yield plain_table(
-        f'"exact" over "ddp", one H100, two sessions; target {TARGETS["exact, one GPU"]}',
-        ("ResNet-18 in microbatches", gpu_exact()),
+        f'"exact" over "ddp", one H100, two sessions; target {TARGETS[GPU_EXACT]}',
+        *(("ResNet-18", f"{rounded(one)}, {verdict(GPU_EXACT, one)}") for one in gpu_exact()),
     )
+
+
+def judged_loop(index: int) -> str:
+    """Return a ratio of the README's loop on a GPU, with its verdict."""
+    return f"{rounded(*gpu_loop(index))}, {verdict(GPU_LOOP_TARGET, *gpu_loop(index))}"
 
 
 def plain_table(title: str, *rows: tuple[str, str]) -> str:

@@ -1,7 +1,7 @@
 """What the benchmarks share: alternated rounds, ratios, a table, and the machine they ran on.
 
 A machine changes its speed from minute to minute. So the contenders take turns within each round,
-and what counts is the median, over the rounds, of the ratio within a round. The column "+-" says
+and what counts is the median, over the rounds, of the ratio within a round. The column "±" says
 how far chance may have moved that.
 """
 

@@ -59,6 +59,7 @@ TARGETS: dict[str, Target] = {
     "a sample, us": Target(2),
     "barrier, s": Target(1),
     "wrap_model, s": Target(2),
+    "growth with the ranks, exponent": Target(1),
     # On a GPU.
     "ten epochs of LeNet, s": Target(3),
     "share of the time waiting": Target(0.03),
